@@ -1,0 +1,87 @@
+// Routing lists and permuted activations, in one launch and without a host read.
+//
+//   row_ids[0, rows)  positions in `ids`, sorted by expert (stable); ids outside [0, experts) come last
+//   tiles[slot]       {expert, first sorted row, rows, 0} for every slot in [0, rows / tile_m + experts + 1);
+//                     expert == experts marks rows whose id was out of range, rows == 0 an unused slot
+//   x_perm            x with K permuted inside each block (quant.cuh) and padded with zeros to k_pad
+//
+// Block e < route_blocks owns expert e. It counts the ids below e and equal to e, which gives its offset without
+// any other block, then writes its rows. Its tiles start at slot offset / tile_m + e, which no earlier expert can
+// reach: ceil(c / tile_m) <= c / tile_m + 1. The remaining blocks permute x.
+#include "quant.cuh"
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+
+DEVICE int warp_sum(int v) {
+  for (int i = 16; i > 0; i /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, i);
+  return v;
+}
+
+DEVICE void route_expert(const int* ids, int* row_ids, int4* tiles, int rows, int experts, int tile_m) {
+  __shared__ int below[kWarps], equal[kWarps];
+  const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int segment = (rows + kThreads - 1) / kThreads * 32;  // ids a warp scans, in order
+  const int begin = min(warp * segment, rows), end = min(begin + segment, rows);
+  const auto expert_of = [&](int i) {
+    return static_cast<int>(min(static_cast<u32>(ids[i]), static_cast<u32>(experts)));
+  };
+
+  int lt = 0, eq = 0;
+#pragma unroll 4
+  for (int i = begin + lane; i < end; i += 32) {
+    const int e = expert_of(i);
+    lt += e < expert;
+    eq += e == expert;
+  }
+  lt = warp_sum(lt);
+  eq = warp_sum(eq);
+  if (lane == 0) below[warp] = lt, equal[warp] = eq;
+  __syncthreads();
+
+  const int other = lane < kWarps ? equal[lane] : 0;
+  const int offset = warp_sum(lane < kWarps ? below[lane] : 0), count = warp_sum(other);
+
+  int next = offset + warp_sum(lane < warp ? other : 0);
+#pragma unroll 2
+  for (int i = begin; i < end; i += 32) {
+    const bool mine = i + lane < end && expert_of(i + lane) == expert;
+    const u32 votes = __ballot_sync(0xFFFFFFFFu, mine);
+    if (mine) row_ids[next + __popc(votes & ((1u << lane) - 1))] = i + lane;
+    next += __popc(votes);
+  }
+
+  const int first = offset / tile_m + expert, last = (offset + count) / tile_m + expert;
+#pragma unroll 1
+  for (int slot = first + threadIdx.x; slot <= last; slot += kThreads) {
+    const int row = (slot - first) * tile_m;
+    tiles[slot] = make_int4(expert, offset + row, max(0, min(tile_m, count - row)), 0);
+  }
+}
+
+// One 16-byte chunk of a permuted row a thread.
+DEVICE void permute_rows(const u16* x, uint4* x_perm, u32 x_rows, int k, int k_pad, u32 block) {
+  const u32 chunks = k_pad / 8, i = block * kThreads + threadIdx.x, row = i / chunks;
+  if (row >= x_rows) return;
+  const u16* in = x + static_cast<i64>(row) * k;
+  const u32 p = i % chunks * 8;
+  u32 packed[4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int lo = logical_k<MOE_BITS>(p + 2 * t), hi = logical_k<MOE_BITS>(p + 2 * t + 1);
+    packed[t] = (lo < k ? in[lo] : 0u) | (hi < k ? static_cast<u32>(in[hi]) << 16 : 0u);
+  }
+  x_perm[i] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    MOE_ENTRY(const int* ids,  // [rows]
+              const u16* x,    // [x_rows, k], any 16-bit type
+              int* row_ids,    // [rows]
+              int4* tiles,     // [rows / tile_m + experts + 1]
+              uint4* x_perm,   // [x_rows, k_pad] of the same type; fewer than 2^32 chunks
+              int rows, int experts, int tile_m, int route_blocks, int x_rows, int k, int k_pad) {
+  const int block = static_cast<int>(blockIdx.x);
+  if (block < route_blocks) return route_expert(ids, row_ids, tiles, rows, experts, tile_m);
+  permute_rows(x, x_perm, x_rows, k, k_pad, block - route_blocks);
+}

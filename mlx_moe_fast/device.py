@@ -1,0 +1,24 @@
+"""The CUDA device that MLX runs on. Reads it from MLX: no CUDA context is made here."""
+
+from functools import cache
+
+import mlx.core as mx
+
+from .problem import Device
+
+OLDEST = (8, 0)  # cp.async, bf16 mma.sync
+
+
+@cache
+def current() -> Device | None:
+    """MLX's CUDA device, or None where MLX has none (its CPU build, no driver, Metal)."""
+    if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
+        return None
+    info = mx.device_info(mx.gpu)
+    capability = int(info["compute_capability_major"]), int(info["compute_capability_minor"])
+    return Device(str(info.get("device_name", "NVIDIA GPU")), capability)
+
+
+def on_gpu() -> bool:
+    """Whether an operation made now runs on the GPU."""
+    return mx.default_device() == mx.gpu

@@ -1,0 +1,200 @@
+"""Subclasses of mlx-lm's expert layers, put in their place by swapping `__class__`.
+
+Signature, parameters and their names stay. Each call asks whether the kernels take it and else makes the original
+call; gradients always go through the original one.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
+
+from . import device, ops
+from .eligibility import Reason, Rejection, check_call, check_chain, describe, fuses, weights
+from .errors import KernelBuildError
+from .problem import Projection
+
+log = logging.getLogger(__name__)
+MAX_STOCK_ROWS = 65_528  # more in one gather_qmm and MLX's launch fails (its grid's z axis ends at 65,535)
+MAX_ROWS = 1 << 20  # of one launch of ours: keeps grids and intermediate results in bounds
+
+Call = Callable[[mx.array, mx.array], mx.array]
+
+
+@cache
+def warn_once(message: str) -> None:
+    log.warning(message)
+
+
+def in_chunks(call: Call, x: mx.array, indices: mx.array, most: int) -> mx.array:
+    """call(x, indices), in pieces of at most `most` routed rows; x [..., D] and indices [..., k] lead alike."""
+    if indices.size <= most:
+        return call(x, indices)
+    lead, top_k = indices.shape[:-1], indices.shape[-1]
+    flat_x, flat_indices = x.reshape(-1, x.shape[-1]), indices.reshape(-1, top_k)
+    step = max(1, most // top_k)
+    parts = [call(flat_x[i : i + step], flat_indices[i : i + step]) for i in range(0, flat_x.shape[0], step)]
+    return mx.concatenate(parts).reshape(*lead, *parts[0].shape[1:])
+
+
+def with_stock_gradient(fast: Callable[[mx.array], mx.array], stock: Callable[[mx.array], mx.array]) -> Callable:
+    """fast(x), whose gradient is that of stock(x)."""
+    function = mx.custom_function(fast)
+
+    @function.vjp
+    def vjp(x, cotangent, _output):
+        _, (gradient,) = mx.vjp(stock, [x], [cotangent])
+        return gradient
+
+    return function
+
+
+def attempt(fast: Call, stock: Call, x: mx.array, indices: mx.array) -> mx.array:
+    """fast(x, indices), or stock's result, after one warning, where a kernel cannot be built."""
+    try:
+        return with_stock_gradient(lambda x: fast(x, indices), lambda x: stock(x, indices))(x)
+    except KernelBuildError as error:
+        warn_once(f"{Reason.BUILD.value}: {error}")
+        return stock(x, indices)
+
+
+def plan_experts(layer: nn.Module, parts: tuple[str, ...]) -> list[Projection] | Rejection:
+    """What the projections of an expert MLP hold, if they can run on the kernels as one. `parts` names them, the
+    down projection last."""
+    projections = []
+    for name in parts:
+        found = describe(layer[name])
+        if isinstance(found, Rejection):
+            return Rejection(found.reason, f"{name}: {found.detail}")
+        projections.append(found)
+    return check_chain(projections) or projections
+
+
+class FastExperts(nn.Module):
+    """What the two expert MLPs share; `parts` as in `plan_experts`."""
+
+    is_fast = True
+    original: type[nn.Module]
+    parts: tuple[str, ...]
+
+    def check(self, x: mx.array, indices: mx.array) -> list[Projection] | Rejection:
+        """What this call would launch for, or why it takes the original path."""
+        plan = plan_experts(self, self.parts)
+        if isinstance(plan, Rejection):
+            return plan
+        if x.ndim != indices.ndim or x.shape[:-1] != indices.shape[:-1]:
+            return Rejection(Reason.SHAPE, f"x {x.shape} and indices {indices.shape} do not belong together")
+        return check_call(self, [self[name] for name in self.parts], plan, x, indices.size) or plan
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        indices = mx.stop_gradient(indices)
+
+        def stock(x: mx.array, indices: mx.array) -> mx.array:
+            most = MAX_STOCK_ROWS if device.on_gpu() else indices.size
+            return in_chunks(lambda x, i: self.original.__call__(self, x, i), x, indices, most)
+
+        plan = self.check(x, indices)
+        if isinstance(plan, Rejection):
+            return stock(x, indices)
+
+        def fast(x: mx.array, indices: mx.array) -> mx.array:
+            out = self.experts(x.reshape(-1, x.shape[-1]), indices.flatten(), plan)
+            return out.reshape(*indices.shape, out.shape[-1])
+
+        return attempt(lambda x, i: in_chunks(fast, x, i, MAX_ROWS), stock, x, indices)
+
+    def experts(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> mx.array:
+        """x [T, D], ids [T * k] -> [T * k, D]."""
+        *first, down = (weights(self[name], p) for name, p in zip(self.parts, plan, strict=True))
+        return ops.moe_mlp(x, ids, first, self.activation, down)
+
+
+class FastSwitchGLU(FastExperts, SwitchGLU):
+    """SwitchGLU whose projections run grouped; gate, up and SwiGLU as one kernel."""
+
+    original = SwitchGLU
+    parts = ("up_proj", "gate_proj", "down_proj")  # the order in which `activation` takes the first two
+
+    def experts(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> mx.array:
+        up, gate, down = (weights(self[name], p) for name, p in zip(self.parts, plan, strict=True))
+        if fuses(gate.projection, up.projection, self.activation):
+            return ops.moe_glu(x, ids, gate, up, down)
+        return ops.moe_mlp(x, ids, [up, gate], self.activation, down)
+
+
+class FastSwitchMLP(FastExperts, SwitchMLP):
+    """SwitchMLP whose two projections run grouped, its activation in MLX between them."""
+
+    original = SwitchMLP
+    parts = ("fc1", "fc2")
+
+
+class FastQuantizedSwitchLinear(QuantizedSwitchLinear):
+    """QuantizedSwitchLinear as one grouped product, whether or not its indices are sorted."""
+
+    is_fast = True
+    original = QuantizedSwitchLinear
+    parts: tuple[str, ...] = ()
+
+    def check(self, x: mx.array, indices: mx.array) -> Projection | Rejection:
+        """What this call would launch for, or why it takes the original path."""
+        plan = describe(self)
+        if isinstance(plan, Rejection):
+            return plan
+        if x.ndim < 2:
+            return Rejection(Reason.SHAPE, f"x {x.shape} has no row axis")
+        rows = math.prod(mx.broadcast_shapes(x.shape[:-2], indices.shape)) * x.shape[-2]
+        return check_call(self, [self], [plan], x, rows) or plan
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        def stock(x: mx.array, indices: mx.array) -> mx.array:
+            return self._stock(x, indices, sorted_indices)
+
+        plan = self.check(x, indices)
+        if isinstance(plan, Rejection):
+            return stock(x, indices)
+
+        def fast(x: mx.array, indices: mx.array) -> mx.array:
+            # gather_qmm: x [..., M, K] against matrices picked by indices [...], the leading axes broadcast.
+            batch = mx.broadcast_shapes(x.shape[:-2], indices.shape)
+            m, k = x.shape[-2:]
+            ids = mx.broadcast_to(indices[..., None], (*batch, m)).flatten()
+            if m > 1 or not _repeats_in_runs(x.shape[:-2], batch):
+                x = mx.broadcast_to(x, (*batch, m, k))
+            return ops.grouped_qmm(x.reshape(-1, k), ids, weights(self, plan)).reshape(*batch, m, plan.n)
+
+        return attempt(fast, stock, x, indices)
+
+    def _stock(self, x: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
+        batch = mx.broadcast_shapes(x.shape[:-2], indices.shape)
+        size = math.prod(batch)
+        if not device.on_gpu() or size <= MAX_STOCK_ROWS:
+            return super().__call__(x, indices, sorted_indices)
+        x = mx.broadcast_to(x, (*batch, *x.shape[-2:])).reshape(size, *x.shape[-2:])
+        indices = mx.broadcast_to(indices, batch).reshape(size)
+        parts = [
+            QuantizedSwitchLinear.__call__(
+                self, x[i : i + MAX_STOCK_ROWS], indices[i : i + MAX_STOCK_ROWS], sorted_indices
+            )
+            for i in range(0, size, MAX_STOCK_ROWS)
+        ]
+        return mx.concatenate(parts).reshape(*batch, *parts[0].shape[1:])
+
+
+def _repeats_in_runs(lead: tuple[int, ...], batch: tuple[int, ...]) -> bool:
+    """Whether x, whose leading axes are `lead`, broadcasts to `batch` by repeating each of its rows in a run, so that
+    row r of the result is row r // run of x."""
+    lead = (1,) * (len(batch) - len(lead)) + tuple(lead)
+    own = len(batch)
+    while own and lead[own - 1] == 1:
+        own -= 1
+    return lead[:own] == tuple(batch[:own])
+
+
+FAST: dict[type[nn.Module], type[FastExperts] | type[FastQuantizedSwitchLinear]] = {
+    cls.original: cls for cls in (FastSwitchGLU, FastSwitchMLP, FastQuantizedSwitchLinear)
+}

@@ -1,0 +1,225 @@
+"""Puts the fast layers into a model and takes them out again.
+
+Only `__class__` of a layer changes: the object, its parameters, their names and whatever else hangs on it stay, so
+that saving, adapters and sharding see the model they know.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
+
+from . import device, jit, ops, selftest
+from .eligibility import Reason, Rejection, check_device, describe, fuses
+from .errors import KernelBuildError, NotAccelerated
+from .layers import FAST, plan_experts, warn_once
+from .problem import Projection
+from .variants import Variant
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One expert layer: its path in the model, its original class, whether it runs on our kernels, why not (a
+    `Reason` value, with the fact behind it in `detail`), and the kernels that it launches."""
+
+    path: str
+    kind: str
+    replaced: bool
+    reason: str | None
+    detail: str
+    launches: str
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """Every expert layer of a model, in order."""
+
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def replaced(self) -> list[LayerReport]:
+        """Layers that run on our kernels wherever a call allows it."""
+        return [layer for layer in self.layers if layer.replaced]
+
+    @property
+    def skipped(self) -> list[LayerReport]:
+        """Layers left on MLX's own."""
+        return [layer for layer in self.layers if not layer.replaced]
+
+    def to_dict(self) -> dict:
+        """As plain data, for JSON."""
+        return {"layers": [asdict(layer) for layer in self.layers]}
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "patched nothing: the model has no mixture-of-experts layer"
+        lines = [f"{len(self.replaced)} of {len(self.layers)} mixture-of-experts layers run on mlx_moe_fast"]
+        alike: dict[tuple, list[LayerReport]] = {}
+        for layer in self.layers:
+            alike.setdefault((layer.kind, layer.replaced, layer.reason, layer.detail, layer.launches), []).append(layer)
+        for group in alike.values():
+            first, last = group[0], group[-1]
+            where = first.path if len(group) == 1 else f"{first.path} ... {last.path} ({len(group)})"
+            why = f"{first.reason}: {first.detail}" if first.reason else first.detail
+            what = first.launches if first.replaced else f"MLX's own kernels, {why}"
+            lines.append(f"  {where}  {first.kind}: {what}")
+        return "\n".join(lines)
+
+
+def _original(module: nn.Module) -> type[nn.Module]:
+    """mlx-lm's class of a layer, patched or not."""
+    return getattr(type(module), "original", type(module))
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
+    """Expert layers of a model with their projections: MLPs as a whole, linear layers where they stand alone."""
+    inside: set[int] = set()
+    for path, module in model.named_modules():
+        fast = FAST.get(_original(module))
+        if fast and fast.parts:
+            projections = [module[name] for name in fast.parts if name in module]
+            inside.update(map(id, projections))
+            yield path, module, projections
+    for path, module in model.named_modules():
+        if id(module) not in inside and _original(module) in (QuantizedSwitchLinear, SwitchLinear):
+            yield path, module, []
+
+
+def _plan(module: nn.Module) -> list[Projection] | Rejection:
+    """What a candidate would launch for, if the kernels take it."""
+    rejection = check_device()
+    if rejection:
+        return rejection
+    fast = FAST.get(_original(module))
+    if fast and fast.parts:
+        return plan_experts(module, fast.parts)
+    found = describe(module)
+    return found if isinstance(found, Rejection) else [found]
+
+
+def _variants(module: nn.Module, plan: list[Projection]) -> tuple[str, list[Variant]]:
+    """What a layer launches, in words, and every variant behind it."""
+    names = "/".join(dict.fromkeys(str(p.quantization) for p in plan))
+    if _original(module) is SwitchGLU and fuses(plan[1], plan[0], module.activation):
+        words = f"route, prefill_sm80 gate+up+SwiGLU, prefill_sm80 down ({names} {plan[0].dtype})"
+        return words, ops.variants_of(plan[1:], True)
+    words = "prefill_sm80" if len(plan) == 1 else f"{len(plan)} prefill_sm80, activation in MLX"
+    return f"route, {words} ({names} {plan[0].dtype})", ops.variants_of(plan, False)
+
+
+def _build(variants: list[Variant]) -> Rejection | None:
+    """Compiles, loads and runs each variant once, so that nothing can fail in the middle of a generation."""
+    target = device.current()
+    assert target is not None, "checked by the caller"
+    try:
+        jit.prepare(variants, target.arch, lambda n: log.info("compiling %d kernels, once; they are cached", n))
+        selftest.run(variants)
+    except KernelBuildError as error:
+        warn_once(f"{Reason.BUILD.value}: {error}")
+        return Rejection(Reason.BUILD, str(error).splitlines()[0])
+    return None
+
+
+def report(model: nn.Module) -> PatchReport:
+    """How every expert layer of `model` runs now; changes nothing."""
+    return _report(model, {})
+
+
+def _report(model: nn.Module, failed: dict[int, Rejection]) -> PatchReport:
+    rows = []
+    for path, module, parts in _candidates(model):
+        kind, fast = _original(module).__name__, getattr(type(module), "is_fast", False)
+        plan = failed.get(id(module)) or _plan(module)
+        if isinstance(plan, Rejection):
+            alone = any(getattr(type(part), "is_fast", False) for part in parts) and not fast
+            detail = plan.detail + ("; its other projections run one by one on mlx_moe_fast" if alone else "")
+            rows.append(LayerReport(path, kind, False, plan.reason.value, detail, ""))
+        elif fast:
+            rows.append(LayerReport(path, kind, True, None, "", _variants(module, plan)[0]))
+        else:
+            rows.append(LayerReport(path, kind, False, None, "not patched", ""))
+    return PatchReport(tuple(sorted(rows, key=lambda row: _natural(row.path))))
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    """Sort key by which layers.9 comes before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
+
+
+def patch(model: nn.Module, *, strict: bool = False) -> PatchReport:
+    """Replaces the quantized expert layers of `model` by fast ones, in place.
+
+    Copies no weight and changes no parameter. Compiles what the layers need (once: it is cached) and evaluates
+    everything it makes before it returns. Patch after loading, sharding and adapters. Doing it twice is the same
+    as once.
+
+    Args:
+        model: any mlx_lm model.
+        strict: raise NotAccelerated, and leave the model as it was, if no layer could be replaced or one was not.
+
+    Returns:
+        What was replaced and what was not, with the reasons.
+    """
+    accepted: list[tuple[nn.Module, list[nn.Module], list[Variant]]] = []
+    failed: dict[int, Rejection] = {}
+    for _, module, parts in _candidates(model):
+        plan = _plan(module)
+        if isinstance(plan, Rejection):
+            # The projections of an MLP that cannot run as one may still run each for itself.
+            plans = [(part, _plan(part)) for part in parts]
+            accepted += [(p, [], _variants(p, found)[1]) for p, found in plans if not isinstance(found, Rejection)]
+        else:
+            accepted.append((module, parts, _variants(module, plan)[1]))
+    wanted = list(dict.fromkeys(v for _, _, variants in accepted for v in variants))
+    rejection = _build(wanted) if wanted else None
+    if rejection:
+        failed = {id(module): rejection for module, _, _ in accepted}
+        accepted = []
+    before = [(m, type(m)) for module, parts, _ in accepted for m in (module, *parts)]
+    for module, kind in before:
+        if kind in FAST:
+            module.__class__ = FAST[kind]
+    result = _report(model, failed)
+    if strict and (result.skipped or not result.replaced):
+        for module, kind in before:
+            module.__class__ = kind
+        raise NotAccelerated(*_complaint(result))
+    return result
+
+
+def _complaint(result: PatchReport) -> tuple[str, str]:
+    if not result.layers:
+        return "The model has no mixture-of-experts layer to accelerate.", "Run it without `require`."
+    first = result.skipped[0]
+    return (
+        f"{first.path} ({first.kind}) stays on MLX's own kernels, {first.reason}: {first.detail}.",
+        "Use `auto` to run it so.",
+    )
+
+
+def unpatch(model: nn.Module) -> int:
+    """Gives every layer of `model` its original class back; returns how many that were."""
+    count = 0
+    for module in model.modules():
+        vars(module).pop("_moe_fast_seen", None)
+        if getattr(type(module), "is_fast", False):
+            module.__class__ = type(module).original
+            count += 1
+    return count
+
+
+@contextmanager
+def patched(model: nn.Module, *, strict: bool = False) -> Iterator[PatchReport]:
+    """`patch` for the duration of a `with` block; layers that were patched before stay so after it."""
+    before = [module for module in model.modules() if getattr(type(module), "is_fast", False)]
+    try:
+        yield patch(model, strict=strict)
+    finally:
+        unpatch(model)
+        for module in before:
+            module.__class__ = FAST[type(module)]

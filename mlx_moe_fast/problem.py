@@ -1,0 +1,47 @@
+"""What a layer asks for, as plain data: no arrays, no device, nothing to launch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a weight is stored: MLX's `mode` with `bits` per element and one scale per `group_size` elements."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+    def __str__(self) -> str:
+        return f"{self.mode}{self.bits}g{self.group_size}"
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One quantized expert matrix stack: `experts` matrices of `n` output by `k` input features.
+
+    `dtype` is that of activations, scales and biases: "bf16" or "fp16".
+    """
+
+    experts: int
+    n: int
+    k: int
+    quantization: Quantization
+    dtype: str
+    has_bias: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.experts}x{self.n}x{self.k} {self.quantization} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A CUDA device."""
+
+    name: str
+    compute_capability: tuple[int, int]
+
+    @property
+    def arch(self) -> str:
+        """The architecture that kernels are compiled for, with its specific instructions where it has some."""
+        major, minor = self.compute_capability
+        return f"sm_{major}{minor}" + ("a" if major >= 9 else "")

@@ -1,0 +1,142 @@
+"""THE table of kernels. One id names a variant everywhere: entry point, cache file, report, test, benchmark."""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import product
+
+from .problem import Projection, Quantization
+
+BITS = (4, 8)
+GROUP_SIZES = (32, 64, 128)
+DTYPES = ("bf16", "fp16")
+
+THREADS = 128  # of a prefill block
+TILE_N = 128  # weight rows of a prefill block; GLU: half of them gate, half up
+K_BLOCK_BYTES = 64  # of a weight row: one pipeline stage, and the block in which K is permuted
+ROUTE_THREADS = 512
+
+
+def k_block(bits: int) -> int:
+    """Elements of K in a block: the unit of permutation and padding (kernels/quant.cuh)."""
+    return K_BLOCK_BYTES * 8 // bits
+
+
+def padded(k: int, bits: int) -> int:
+    """`k` rounded up to whole K blocks: the width of permuted activations."""
+    return -(-k // k_block(bits)) * k_block(bits)
+
+
+def logical_k(p: int, bits: int) -> int:
+    """The element of K that stands at position `p` of permuted activations (kernels/quant.cuh)."""
+    size = k_block(bits)
+    s, u, t, h = p % size // 16, p // 8 % 2, p // 2 % 4, p % 2
+    inside = 32 * t + 8 * (s // 2) + 2 * (s % 2) + u + 4 * h if bits == 4 else 16 * t + 4 * s + u + 2 * h
+    return p // size * size + inside
+
+
+def physical_k(k: int, bits: int) -> int:
+    """The position of element `k` in permuted activations: the inverse of `logical_k`."""
+    size = k_block(bits)
+    return next(p for p in range(k // size * size, (k // size + 1) * size) if logical_k(p, bits) == k)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch shape of the prefill kernel: `m` tokens a block, `stages` of the pipeline, `blocks_per_sm` that the
+    register budget allows for, `unroll_words` of a lane's four words in the inner loop."""
+
+    m: int
+    stages: int
+    blocks_per_sm: int
+    unroll_words: int
+
+
+TILES = {t.m: t for t in (Tile(16, 3, 5, 2), Tile(32, 3, 4, 2), Tile(64, 2, 3, 2), Tile(128, 2, 2, 2))}
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A variant of kernels/prefill_sm80.cu."""
+
+    quantization: Quantization
+    dtype: str
+    glu: bool
+    tile: Tile
+
+    source = "prefill_sm80.cu"
+
+    @cached_property
+    def id(self) -> str:
+        kind = "glu" if self.glu else "plain"
+        return f"prefill_sm80_{kind}_{self.quantization}_{self.dtype}_m{self.tile.m}"
+
+    @property
+    def threads(self) -> int:
+        return THREADS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the kernel asserts the same number."""
+        block = k_block(self.quantization.bits)
+        groups = max(1, block // self.quantization.group_size)
+        stage = TILE_N * K_BLOCK_BYTES + self.tile.m * block * 2
+        return self.tile.stages * stage + 2 * groups * (TILE_N + 2) * 8 + self.tile.m * 4
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """Macros that make this variant out of the source."""
+        return {
+            "MOE_ENTRY": self.id,
+            "MOE_DTYPE": {"bf16": "Bf16", "fp16": "Fp16"}[self.dtype],
+            "MOE_BITS": self.quantization.bits,
+            "MOE_GROUP": self.quantization.group_size,
+            "MOE_GLU": int(self.glu),
+            "MOE_TILE_M": self.tile.m,
+            "MOE_STAGES": self.tile.stages,
+            "MOE_UNROLL_WORDS": self.tile.unroll_words,
+            "MOE_BLOCKS_PER_SM": self.tile.blocks_per_sm,
+            "MOE_SHARED_BYTES": self.shared_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Route:
+    """A variant of kernels/route.cu: routing lists, and activations permuted for `bits`-bit weights."""
+
+    bits: int
+
+    source = "route.cu"
+    threads = ROUTE_THREADS
+    shared_bytes = 0
+
+    @cached_property
+    def id(self) -> str:
+        return f"route_{self.bits}bit"
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return {"MOE_ENTRY": self.id, "MOE_BITS": self.bits}
+
+
+Variant = Prefill | Route
+
+
+route = cache(Route)
+
+
+@cache
+def of(projection: Projection, glu: bool, tile: Tile) -> Prefill:
+    """The variant that computes `projection` (GLU: a pair of such) with `tile`."""
+    return Prefill(projection.quantization, projection.dtype, glu, tile)
+
+
+def needed(projection: Projection, glu: bool) -> list[Variant]:
+    """Every variant that `projection` may be dispatched to."""
+    return [route(projection.quantization.bits), *(of(projection, glu, tile) for tile in TILES.values())]
+
+
+def all_variants() -> list[Variant]:
+    """Every declared variant."""
+    quantizations = [Quantization(bits, group) for bits, group in product(BITS, GROUP_SIZES)]
+    prefills = product(quantizations, DTYPES, (False, True), TILES.values())
+    return [*(Route(bits) for bits in BITS), *(Prefill(*p) for p in prefills)]

@@ -1,0 +1,145 @@
+"""The table of kernels, and the permutation of K that Python and the kernels must agree on."""
+
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moe_fast import ops, variants
+from mlx_moe_fast.problem import Projection, Quantization
+from mlx_moe_fast.variants import (
+    BITS,
+    GROUP_SIZES,
+    TILES,
+    Prefill,
+    all_variants,
+    k_block,
+    logical_k,
+    padded,
+    physical_k,
+)
+
+PREFILLS = [v for v in all_variants() if isinstance(v, Prefill)]
+bits_only = pytest.mark.parametrize("bits", BITS)
+
+
+def test_ids_are_unique_and_can_name_a_kernel_and_a_file():
+    ids = [v.id for v in all_variants()]
+    assert len(set(ids)) == len(ids) == len(BITS) + len(BITS) * len(GROUP_SIZES) * 2 * 2 * len(TILES)
+    assert all(re.fullmatch("[a-z][a-z0-9_]*", i) for i in ids)
+
+
+def test_defines_tell_variants_apart():
+    assert len({tuple(v.defines.items()) for v in all_variants()}) == len(all_variants())
+
+
+@pytest.mark.parametrize("variant", PREFILLS, ids=lambda v: v.id)
+def test_shared_memory_fits_the_smallest_cards(variant):
+    assert variant.shared_bytes <= 99 * 1024  # a block's on sm_86, sm_89, sm_120, sm_121
+
+
+def test_shared_memory_of_one_variant_by_hand():
+    # Two stages of 128 weight rows of 64 bytes and 16 tokens of 128 values; two slots of scales; row table.
+    variant = Prefill(Quantization(4, 128), "bf16", False, variants.Tile(16, 2, 1, 8))
+    assert variant.shared_bytes == 2 * (128 * 64 + 16 * 256) + 2 * 130 * 8 + 16 * 4
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=lambda t: f"m{t.m}")
+def test_a_tile_has_a_pipeline_and_halves_down_to_16_tokens(tile):
+    assert tile.stages >= 2  # one is read while another is filled
+    assert 16 <= tile.m and tile.m & (tile.m - 1) == 0
+
+
+@pytest.mark.parametrize("glu", [False, True])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", GROUP_SIZES)
+@pytest.mark.parametrize("dtype", variants.DTYPES)
+def test_what_a_layer_needs_is_declared(bits, group, dtype, glu):
+    projection = Projection(8, 128, 256, Quantization(bits, group), dtype)
+    needed = ops.variants_of([projection, projection], glu)
+    assert set(needed) <= set(all_variants())
+    assert len(needed) == len(set(needed)) == 1 + len(TILES) * (2 if glu else 1)  # GLU: plain for down
+
+
+@bits_only
+def test_logical_k_permutes_each_block_in_itself(bits):
+    size = k_block(bits)
+    for block in (0, 1, 5):
+        inside = range(block * size, (block + 1) * size)
+        assert sorted(logical_k(p, bits) for p in inside) == list(inside)
+
+
+@bits_only
+def test_physical_k_is_the_inverse(bits):
+    for k in range(2 * k_block(bits)):
+        assert logical_k(physical_k(k, bits), bits) == k
+
+
+def pack(integers, bits):
+    """MLX's packing: element k in bits [bits * (k % pack), ...) of word k / pack."""
+    pack = 32 // bits
+    shifts = np.arange(pack, dtype=np.uint32) * np.uint32(bits)
+    words = integers.astype(np.uint32).reshape(*integers.shape[:-1], -1, pack) << shifts
+    return np.bitwise_or.reduce(words, axis=-1)
+
+
+@bits_only
+def test_pack_is_mlx_layout(bits):
+    integers = np.random.default_rng(0).integers(0, 2**bits, (2, 256))
+    ones = mx.ones((2, 256 // 64))
+    found = mx.dequantize(mx.array(pack(integers, bits)), ones, mx.zeros_like(ones), group_size=64, bits=bits)
+    assert np.array_equal(np.array(found), integers)
+
+
+def fragment(words, bits, s, u):
+    """What `dequantize` in kernels/quant.cuh takes from a lane's four words for an MMA step: h = 0 and 1."""
+    if bits == 4:
+        pair = int(words[s // 2]) >> 4 * (2 * (s % 2) + u) & 0x000F000F
+    else:
+        pair = int(words[s]) >> 8 * u & 0x00FF00FF
+    return pair & 0xFFFF, pair >> 16
+
+
+@bits_only
+def test_a_lane_finds_the_elements_of_its_fragment_in_its_own_quarter(bits):
+    size = k_block(bits)
+    # Row 0 holds the low digit of every k and row 1 the high one: what is extracted spells the element.
+    digits = [np.arange(size) >> shift & (2**bits - 1) for shift in (0, bits)]
+    rows = [pack(d, bits) for d in digits]
+    for t in range(4):
+        quarters = [row[4 * t : 4 * t + 4] for row in rows]  # 16 bytes
+        for s in range(size // 16):
+            for u in range(2):
+                low, high = (fragment(quarter, bits, s, u) for quarter in quarters)
+                for h in range(2):
+                    p = 16 * s + 8 * u + 2 * t + h
+                    assert low[h] + (high[h] << bits) == logical_k(p, bits), (t, s, u, h)
+
+
+@pytest.mark.parametrize("group", GROUP_SIZES)
+@bits_only
+def test_a_lane_needs_one_scale_a_row_and_block(bits, group):
+    size = k_block(bits)
+    for p in range(size):
+        t = p // 2 % 4
+        assert logical_k(p, bits) // group == t * (size // 4) // group  # the kernel's index of the scale
+
+
+@bits_only
+def test_a_piece_of_16_bytes_is_inside_a_row_or_outside(bits):
+    # K may end anywhere in a block at a multiple of 32: cp.async fills whole pieces past it with zeros.
+    piece = 16 * 8 // bits
+    for k in range(32, 2 * k_block(bits) + 1, 32):
+        assert k % piece == 0
+        width = padded(k, bits)
+        assert k <= width < k + k_block(bits) and width % k_block(bits) == 0
+        assert sum(logical_k(p, bits) < k for p in range(width)) == k  # x keeps every element
+
+
+@bits_only
+def test_in_glu_a_threads_second_piece_is_eight_weight_rows_on(bits):
+    # What load_weights in kernels/prefill_sm80.cu steps by: shared rows p and p + 32 of a panel of 64.
+    for n0 in range(0, 256, 64):
+        for p in range(n0, n0 + 32):
+            assert logical_k(p + 32, bits) == logical_k(p, bits) + 8
