@@ -32,6 +32,8 @@ struct Config {
   // Two rows of padding put the groups of a K block into different banks.
   static constexpr int kScalePitch = (kTileN + 2) * 8, kScaleBytes = kGroups * kScalePitch;
   static constexpr int kWeightBytes = kTileN * KBlock<kBits>::kBytes, kTokenPitch = kTileK * 2;
+  static constexpr int kRowStep = kThreads * 16 / kTokenPitch;  // tokens that the block copies at once
+  static constexpr int kRowsPerThread = kTileM / kRowStep;
   static constexpr int kStageBytes = kWeightBytes + kTileM * kTokenPitch;
   static constexpr int kScaleOffset = kStages * kStageBytes;
   static constexpr int kRowOffset = kScaleOffset + 2 * kScaleBytes;
@@ -99,11 +101,11 @@ struct Block {
     return warp * 32 + interleaved_row<C::kRun>(2 * panel + half, i);
   }
 
-  // Where each token of the tile lies in x. Rows past the end repeat the last one.
+  // Where each token of the tile lies in x, a loading thread's rows side by side. Rows past the end repeat the last.
   DEVICE void fill_row_table() const {
-    for (int r = threadIdx.x; r < C::kTileM; r += kThreads) {
-      const int row = tile.y + min(r, tile.z - 1);
-      ptx::sts32(smem + C::kRowOffset + r * 4, p.x_div ? p.row_ids[row] / p.x_div : row);
+    for (int i = threadIdx.x; i < C::kTileM; i += kThreads) {
+      const int row = tile.y + min(i % C::kRowsPerThread * C::kRowStep + i / C::kRowsPerThread, tile.z - 1);
+      ptx::sts32(smem + C::kRowOffset + i * 4, p.x_div ? p.row_ids[row] / p.x_div : row);
     }
   }
 
@@ -121,18 +123,31 @@ struct Block {
     }
   }
 
-  // As many tokens as the tile has, in 16s. Chunks are swizzled by row, so that the eight rows that ldmatrix
+  // As many tokens as the tile has, rounded up. Chunks are swizzled by row, so that the eight rows that ldmatrix
   // reads at once lie in different banks.
   DEVICE void load_tokens(int kb, ptx::Smem stage, int tokens) const {
-    constexpr int kChunks = C::kTokenPitch / 16, kStep = kThreads / kChunks;
-    static_assert(kStep % 8 == 0, "a thread's rows share one swizzle");
+    constexpr int kChunks = C::kTokenPitch / 16, kBatch = C::kRowsPerThread < 4 ? C::kRowsPerThread : 4;
+    static_assert(C::kRowStep % 8 == 0, "a thread's rows share one swizzle");
     const int chunk = threadIdx.x % kChunks, r0 = threadIdx.x / kChunks;
     const u16* x = p.x + kb * C::kTileK + chunk * 8;
     const ptx::Smem dst = stage + C::kWeightBytes + r0 * C::kTokenPitch + (chunk ^ (r0 & 7)) * 16;
-#pragma unroll 4
-    for (int r = 0; r < tokens - r0; r += kStep) {
-      const u32 row = ptx::lds32(smem + C::kRowOffset + (r0 + r) * 4);
-      ptx::cp_async16(dst + r * C::kTokenPitch, x + static_cast<u64>(row) * static_cast<u32>(p.k_pad));
+    const ptx::Smem table = smem + C::kRowOffset + r0 * C::kRowsPerThread * 4;
+#pragma unroll
+    for (int i = 0; i < C::kRowsPerThread; i += kBatch) {
+      if (i * C::kRowStep >= tokens) return;
+      u32 rows[kBatch];
+      if constexpr (kBatch == 4) {
+        const uint4 four = ptx::lds128(table + i * 4);
+        rows[0] = four.x, rows[1] = four.y, rows[2] = four.z, rows[3] = four.w;
+      } else {
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) rows[j] = ptx::lds32(table + j * 4);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        ptx::cp_async16(dst + (i + j) * C::kRowStep * C::kTokenPitch,
+                        x + static_cast<u64>(rows[j]) * static_cast<u32>(p.k_pad));
+      }
     }
   }
 
@@ -158,17 +173,26 @@ struct Block {
     }
   }
 
-  // One K block of 16 * kActive tokens. The three addresses are this lane's, in the stage and slot to read.
-  template <int kActive>
-  DEVICE void multiply(ptx::Smem weights, ptx::Smem scales, ptx::Smem tokens, Accumulators& acc) const {
-    uint4 words[2][2];
+  // What a lane needs of its weight rows in one K block: 16 bytes, and the scale and bias of their group.
+  struct Quantized {
+    uint4 words[2][2];  // panel, half
     uint2 scale[2][2];
+  };
+
+  DEVICE Quantized load_quantized(ptx::Smem weights, ptx::Smem scales) const {
+    Quantized q;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int panel = i / 2, half = i % 2, row = shared_row(panel, half, 0) - shared_row(0, 0, 0);
-      words[panel][half] = ptx::lds128(weights + row * KBlock<C::kBits>::kBytes);
-      scale[panel][half] = ptx::lds64(scales + row * 8);
+      q.words[panel][half] = ptx::lds128(weights + row * KBlock<C::kBits>::kBytes);
+      q.scale[panel][half] = ptx::lds64(scales + row * 8);
     }
+    return q;
+  }
+
+  // One K block of 16 * kActive tokens; `tokens` is this lane's address in the stage.
+  template <int kActive>
+  DEVICE void multiply(Quantized& q, ptx::Smem tokens, Accumulators& acc) const {
 #pragma unroll 1
     for (int round = 0; round < C::kSteps / C::kUnroll; ++round) {
 #pragma unroll
@@ -177,8 +201,8 @@ struct Block {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int panel = i / 4, u = i / 2 % 2, half = i % 2;
-          const uint2 sb = scale[panel][half];
-          a[panel][2 * u + half] = dequantize<T, C::kBits>(words[panel][half], step, u, sb.x, sb.y);
+          const uint2 sb = q.scale[panel][half];
+          a[panel][2 * u + half] = dequantize<T, C::kBits>(q.words[panel][half], step, u, sb.x, sb.y);
         }
 #pragma unroll
         for (int j = 0; j < kActive; ++j) {
@@ -192,7 +216,7 @@ struct Block {
       }
       tokens ^= (round ^ (round + 1)) * (C::kUnroll * 32);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) next_words<C::kWords>(words[i / 2][i % 2]);
+      for (int i = 0; i < 4; ++i) next_words<C::kWords>(q.words[i / 2][i % 2]);
     }
   }
 
@@ -262,9 +286,11 @@ struct Block {
     Accumulators acc = {};
 #pragma unroll 1
     for (int kb = 1 - C::kStages; kb < k_blocks; ++kb) {  // the first rounds only fill the pipeline
+      Quantized q;
       if (kb >= 0) {
         ptx::cp_async_wait<C::kStages - 2>();
         __syncthreads();  // stage kb has landed for all, and all have left stage kb - 1, which is refilled now
+        q = load_quantized(read + lane_weights, lane_scales + (kb & 1) * C::kScaleBytes);
       }
       if (kb + C::kStages - 1 < k_blocks) {
         load_weights(w, w_up, p.n - weight_row0, bytes_left > 0, write);
@@ -277,16 +303,14 @@ struct Block {
 
       const bool more = kb + 1 < k_blocks;
       if (more) load_scales(kb + 1, scale_offset, scale, bias);
-      const ptx::Smem weights = read + lane_weights, tokens = read + lane_tokens;
-      const ptx::Smem scales = lane_scales + (kb & 1) * C::kScaleBytes;
       if (active == C::kBlocksM) {
-        multiply<C::kBlocksM>(weights, scales, tokens, acc);
+        multiply<C::kBlocksM>(q, read + lane_tokens, acc);
       } else if (active == 1) {
-        multiply<1>(weights, scales, tokens, acc);
+        multiply<1>(q, read + lane_tokens, acc);
       } else if (C::kBlocksM > 2 && active == 2) {
-        multiply<C::kBlocksM == 1 ? 1 : 2>(weights, scales, tokens, acc);
+        multiply<C::kBlocksM == 1 ? 1 : 2>(q, read + lane_tokens, acc);
       } else if (C::kBlocksM > 4) {
-        multiply<C::kBlocksM == 1 ? 1 : C::kBlocksM / 2>(weights, scales, tokens, acc);
+        multiply<C::kBlocksM == 1 ? 1 : C::kBlocksM / 2>(q, read + lane_tokens, acc);
       }
       if (more) store_scales((kb + 1) & 1, scale, bias);
       read = read + C::kStageBytes == end ? smem : read + C::kStageBytes;

@@ -6,16 +6,28 @@
 //   x_perm            x with K permuted inside each block (quant.cuh) and padded with zeros to k_pad
 //
 // Block e < route_blocks owns expert e. It counts the ids below e and equal to e, which gives its offset without
-// any other block, then writes its rows. Its tiles start at slot offset / tile_m + e, which no earlier expert can
-// reach: ceil(c / tile_m) <= c / tile_m + 1. The remaining blocks permute x.
+// any other block, then writes its rows. Full tiles come first, those of expert e in the slots from offset / tile_m
+// up to (offset + count) / tile_m, which are enough for them (at most one stays unused) and which no other expert
+// has. What is left over of each expert follows in slot rows / tile_m + e: short tiles run last and fill the gaps.
+// The remaining blocks permute x.
 #include "quant.cuh"
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
+constexpr int kBatch = 8;  // ids a lane has under way
 
 DEVICE int warp_sum(int v) {
   for (int i = 16; i > 0; i /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, i);
   return v;
+}
+
+// Experts of the ids begin + 32 j + lane, all loads under way at once. Out of range: `experts`; past the end: -1.
+DEVICE void load_experts(const int* ids, int begin, int end, int experts, int (&found)[kBatch]) {
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const int i = begin + 32 * j + static_cast<int>(threadIdx.x % 32);
+    found[j] = i < end ? static_cast<int>(min(static_cast<u32>(ids[i]), static_cast<u32>(experts))) : -1;
+  }
 }
 
 DEVICE void route_expert(const int* ids, int* row_ids, int4* tiles, int rows, int experts, int tile_m) {
@@ -23,16 +35,16 @@ DEVICE void route_expert(const int* ids, int* row_ids, int4* tiles, int rows, in
   const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int segment = (rows + kThreads - 1) / kThreads * 32;  // ids a warp scans, in order
   const int begin = min(warp * segment, rows), end = min(begin + segment, rows);
-  const auto expert_of = [&](int i) {
-    return static_cast<int>(min(static_cast<u32>(ids[i]), static_cast<u32>(experts)));
-  };
 
-  int lt = 0, eq = 0;
-#pragma unroll 4
-  for (int i = begin + lane; i < end; i += 32) {
-    const int e = expert_of(i);
-    lt += e < expert;
-    eq += e == expert;
+  int found[kBatch], lt = 0, eq = 0;
+#pragma unroll 1
+  for (int i = begin; i < end; i += 32 * kBatch) {
+    load_experts(ids, i, end, experts, found);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      lt += found[j] >= 0 && found[j] < expert;
+      eq += found[j] == expert;
+    }
   }
   lt = warp_sum(lt);
   eq = warp_sum(eq);
@@ -43,19 +55,25 @@ DEVICE void route_expert(const int* ids, int* row_ids, int4* tiles, int rows, in
   const int offset = warp_sum(lane < kWarps ? below[lane] : 0), count = warp_sum(other);
 
   int next = offset + warp_sum(lane < warp ? other : 0);
-#pragma unroll 2
-  for (int i = begin; i < end; i += 32) {
-    const bool mine = i + lane < end && expert_of(i + lane) == expert;
-    const u32 votes = __ballot_sync(0xFFFFFFFFu, mine);
-    if (mine) row_ids[next + __popc(votes & ((1u << lane) - 1))] = i + lane;
-    next += __popc(votes);
+#pragma unroll 1
+  for (int i = begin; i < end; i += 32 * kBatch) {
+    load_experts(ids, i, end, experts, found);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const u32 votes = __ballot_sync(0xFFFFFFFFu, found[j] == expert);
+      if (found[j] == expert) row_ids[next + __popc(votes & ((1u << lane) - 1))] = i + 32 * j + lane;
+      next += __popc(votes);
+    }
   }
 
-  const int first = offset / tile_m + expert, last = (offset + count) / tile_m + expert;
+  const int first = offset / tile_m, full = count / tile_m;
 #pragma unroll 1
-  for (int slot = first + threadIdx.x; slot <= last; slot += kThreads) {
-    const int row = (slot - first) * tile_m;
-    tiles[slot] = make_int4(expert, offset + row, max(0, min(tile_m, count - row)), 0);
+  for (int slot = first + threadIdx.x; slot < (offset + count) / tile_m; slot += kThreads) {
+    const int i = slot - first;
+    tiles[slot] = make_int4(expert, offset + i * tile_m, i < full ? tile_m : 0, 0);
+  }
+  if (threadIdx.x == 0) {
+    tiles[rows / tile_m + expert] = make_int4(expert, offset + full * tile_m, count - full * tile_m, 0);
   }
 }
 

@@ -8,7 +8,7 @@ from .variants import TILES, Tile
 
 # Most rows an expert, on average, for which a tile height was the fastest on an H200; taller tiles run shorter
 # loops when they are not full, so a tall one serves a wide range (kernels/LOG.md).
-ROWS_PER_EXPERT = ((8, 16), (48, 32), (64, 64))
+ROWS_PER_EXPERT = ((4, 16), (24, 32), (90, 64))
 TALLEST = max(TILES)
 
 
@@ -35,7 +35,7 @@ def choose_tile(rows: int, experts: int) -> Choice:
     does not exist."""
     forced = envs.TILE.get()
     if forced:
-        if not forced.isdigit() or int(forced) not in TILES:
+        if not forced.isdecimal() or int(forced) not in TILES:
             raise MlxMoeFastError(
                 f"{envs.TILE.name}={forced!r} is no tile height.", f"Use one of {', '.join(map(str, TILES))}."
             )

@@ -5,6 +5,7 @@ at every call, because adapters, dtypes, devices and training mode change under 
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
-from . import device, dispatch, launch
+from . import device, dispatch, launch, ops
 from .ops import Weights
 from .problem import Projection, Quantization
 from .variants import BITS, GROUP_SIZES
@@ -84,30 +85,41 @@ def check_device() -> Rejection | None:
 
 
 class _Seen:
-    """The arrays that `describe` last found fit, by weak reference, and what they are. Copies start empty."""
+    """The arrays that `describe` last looked at, by weak reference, and what it found. Copies start empty."""
 
-    def __init__(self) -> None:
-        self.arrays: tuple[weakref.ref[mx.array], ...] = ()
-        self.projection: Projection | None = None
+    def __init__(self, arrays: Sequence[mx.array] = (), found: Projection | Rejection | None = None) -> None:
+        self.arrays = [weakref.ref(a) for a in arrays]
+        self.found = found
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Seen, ()
 
 
+def check_mode(layer: nn.Module) -> Rejection | None:
+    """Whether a layer is in inference mode: asked before anything else, since training replaces every array."""
+    return Rejection(Reason.TRAINING, "training mode") if layer.training else None
+
+
 def describe(layer: nn.Module) -> Projection | Rejection:
-    """What a QuantizedSwitchLinear (or our subclass of it) holds, if the kernels take it."""
-    if not getattr(type(layer), "is_fast", False) and type(layer) is not QuantizedSwitchLinear:
+    """What a QuantizedSwitchLinear (or our subclass, which remembers the answer) holds, if the kernels take it."""
+    fast = getattr(type(layer), "is_fast", False)
+    if not fast and type(layer) is not QuantizedSwitchLinear:
         kind = Reason.NOT_QUANTIZED if type(layer).__name__ == "SwitchLinear" else Reason.TYPE
         return Rejection(kind, f"a {type(layer).__name__}")
     arrays = [layer[name] for name in ("weight", "scales", "biases", "bias") if layer.get(name) is not None]
-    seen = getattr(layer, "_moe_fast_seen", None)
-    if seen and len(seen.arrays) == len(arrays) and all(r() is a for r, a in zip(seen.arrays, arrays, strict=True)):
-        return seen.projection
+    seen: _Seen | None = getattr(layer, "_moe_fast_seen", None)
+    if seen and seen.found and len(seen.arrays) == len(arrays):
+        if all(ref() is a for ref, a in zip(seen.arrays, arrays, strict=True)):
+            return seen.found
     found = _inspect(layer, arrays)
-    if isinstance(found, Projection):
-        layer._moe_fast_seen = seen = _Seen()
-        seen.arrays, seen.projection = tuple(weakref.ref(a) for a in arrays), found
+    if fast:
+        layer._moe_fast_seen = _Seen(arrays, found)
     return found
+
+
+def forget(layer: nn.Module) -> None:
+    """Drops what `describe` remembered on a layer."""
+    vars(layer).pop("_moe_fast_seen", None)
 
 
 def _inspect(layer: nn.Module, arrays: list[mx.array]) -> Projection | Rejection:
@@ -137,19 +149,19 @@ def _inspect(layer: nn.Module, arrays: list[mx.array]) -> Projection | Rejection
         return Rejection(Reason.SHAPE, f"{n} output features, needed is a multiple of {N_MULTIPLE}")
     if n * words * 4 > MAX_EXPERT_BYTES:
         return Rejection(Reason.SHAPE, f"{n * words * 4} bytes an expert, at most {MAX_EXPERT_BYTES}")
-    if not all(_owns_its_buffer(a) for a in arrays):
-        return Rejection(Reason.STRIDES, "an array is a view that is strided or much smaller than its buffer")
+    try:
+        mx.eval(arrays)
+    except ValueError:  # a compiled function with the parameters as inputs: there is nothing to look at yet
+        return Rejection(Reason.STRIDES, "the weights are inputs of a function that is being compiled")
+    owned = ops.own_their_buffers(arrays) if device.on_gpu() else contiguous_on_host(arrays)
+    if not owned:
+        return Rejection(Reason.STRIDES, "an array is a strided view, or a slice of a larger one")
     return Projection(experts, n, k, Quantization(layer.bits, layer.group_size), dtype, bias is not None)
 
 
-def _owns_its_buffer(array: mx.array) -> bool:
-    """Whether an array is row-contiguous from the start of its own buffer. MLX shows no strides in Python, but
-    `contiguous` shares the buffer of exactly such an array, and takes memory for any other."""
-    mx.eval(array)
-    before = mx.get_active_memory()
-    copy = mx.contiguous(array)
-    mx.eval(copy)
-    return mx.get_active_memory() <= before
+def contiguous_on_host(arrays: list[mx.array]) -> bool:
+    """Whether each array is row-contiguous. Evaluates the arrays, and would move ones that lie on a GPU."""
+    return all(memoryview(a).c_contiguous for a in arrays)
 
 
 def weights(layer: nn.Module, projection: Projection) -> Weights:
@@ -157,15 +169,11 @@ def weights(layer: nn.Module, projection: Projection) -> Weights:
     return Weights(projection, layer["weight"], layer["scales"], layer["biases"], layer.get("bias"))
 
 
-def check_call(
-    layer: nn.Module, layers: list[nn.Module], projections: list[Projection], x: mx.array, rows: int
-) -> Rejection | None:
-    """Whether this call of `layer`, whose `layers` hold `projections`, may run on the kernels.
+def check_call(layers: list[nn.Module], projections: list[Projection], x: mx.array, rows: int) -> Rejection | None:
+    """Whether a call of `layers`, which hold `projections`, may run on the kernels.
 
     `x`: what the first projection is fed; `rows`: (token, expert) pairs.
     """
-    if layer.training:
-        return Rejection(Reason.TRAINING, "training mode")
     if any("scales" not in part._no_grad for part in layers):
         return Rejection(Reason.TRAINING, "the scales are not frozen")
     if not device.on_gpu():

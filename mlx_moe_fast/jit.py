@@ -5,6 +5,7 @@ then compiles with CuPy's NVRTC and publishes the result. NVRTC needs neither a 
 The cache key covers everything that the machine code depends on: the sources, the options, the compiler.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.resources
@@ -163,12 +164,14 @@ def _publish(path: Path | None, cubin: bytes) -> None:
     """Writes a cache entry whole or not at all; that another process does the same is no matter."""
     if path is None:
         return
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(cubin + hashlib.sha256(cubin).digest())
-        os.replace(file.name, path)
+        temporary.write_bytes(cubin + hashlib.sha256(cubin).digest())
+        os.replace(temporary, path)
     except OSError as error:
         log.warning("%s was compiled but not cached: %s", path.name, error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def load(variant: Variant, arch: str) -> Kernel:

@@ -1,20 +1,21 @@
 """Subclasses of mlx-lm's expert layers, put in their place by swapping `__class__`.
 
 Signature, parameters and their names stay. Each call asks whether the kernels take it and else makes the original
-call; gradients always go through the original one.
+call, whose projections ask again, each for itself; gradients are always those of the original call.
 """
 
 import logging
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
 
 from . import device, ops
-from .eligibility import Reason, Rejection, check_call, check_chain, describe, fuses, weights
+from .eligibility import Reason, Rejection, check_call, check_chain, check_mode, describe, fuses, weights
 from .errors import KernelBuildError
 from .problem import Projection
 
@@ -41,22 +42,31 @@ def in_chunks(call: Call, x: mx.array, indices: mx.array, most: int) -> mx.array
     return mx.concatenate(parts).reshape(*lead, *parts[0].shape[1:])
 
 
-def with_stock_gradient(fast: Callable[[mx.array], mx.array], stock: Callable[[mx.array], mx.array]) -> Callable:
-    """fast(x), whose gradient is that of stock(x)."""
-    function = mx.custom_function(fast)
+def attempt(fast: Call, stock: Call, x: mx.array, indices: mx.array, layers: list[nn.Module]) -> mx.array:
+    """fast(x, indices) with the gradient of stock(x, indices), or stock's result, after one warning, where a kernel
+    cannot be built. Gradients are those of x and of any `bias` of `layers` that is not frozen."""
+    biased = [layer for layer in layers if "bias" in layer and "bias" not in layer._no_grad]
+    biases = [layer["bias"] for layer in biased]
+
+    def stock_of(x: mx.array, *values: mx.array) -> mx.array:
+        for layer, value in zip(biased, values, strict=True):
+            layer["bias"] = value
+        try:
+            return stock(x, indices)
+        finally:
+            for layer, bias in zip(biased, biases, strict=True):
+                layer["bias"] = bias
+
+    function = mx.custom_function(lambda x, *_: fast(x, indices))
 
     @function.vjp
-    def vjp(x, cotangent, _output):
-        _, (gradient,) = mx.vjp(stock, [x], [cotangent])
-        return gradient
+    def vjp(primals: Any, cotangent: mx.array, _output: mx.array) -> Any:
+        primals = primals if biased else (primals,)
+        _, gradients = mx.vjp(stock_of, list(primals), [cotangent])
+        return tuple(gradients) if biased else gradients[0]
 
-    return function
-
-
-def attempt(fast: Call, stock: Call, x: mx.array, indices: mx.array) -> mx.array:
-    """fast(x, indices), or stock's result, after one warning, where a kernel cannot be built."""
     try:
-        return with_stock_gradient(lambda x: fast(x, indices), lambda x: stock(x, indices))(x)
+        return function(x, *biases)  # type: ignore[return-value]
     except KernelBuildError as error:
         warn_once(f"{Reason.BUILD.value}: {error}")
         return stock(x, indices)
@@ -83,12 +93,12 @@ class FastExperts(nn.Module):
 
     def check(self, x: mx.array, indices: mx.array) -> list[Projection] | Rejection:
         """What this call would launch for, or why it takes the original path."""
-        plan = plan_experts(self, self.parts)
+        plan = check_mode(self) or plan_experts(self, self.parts)
         if isinstance(plan, Rejection):
             return plan
         if x.ndim != indices.ndim or x.shape[:-1] != indices.shape[:-1]:
             return Rejection(Reason.SHAPE, f"x {x.shape} and indices {indices.shape} do not belong together")
-        return check_call(self, [self[name] for name in self.parts], plan, x, indices.size) or plan
+        return check_call([self[name] for name in self.parts], plan, x, indices.size) or plan
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         indices = mx.stop_gradient(indices)
@@ -105,7 +115,8 @@ class FastExperts(nn.Module):
             out = self.experts(x.reshape(-1, x.shape[-1]), indices.flatten(), plan)
             return out.reshape(*indices.shape, out.shape[-1])
 
-        return attempt(lambda x, i: in_chunks(fast, x, i, MAX_ROWS), stock, x, indices)
+        layers = [self[name] for name in self.parts]
+        return attempt(lambda x, i: in_chunks(fast, x, i, MAX_ROWS), stock, x, indices, layers)
 
     def experts(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> mx.array:
         """x [T, D], ids [T * k] -> [T * k, D]."""
@@ -142,17 +153,20 @@ class FastQuantizedSwitchLinear(QuantizedSwitchLinear):
 
     def check(self, x: mx.array, indices: mx.array) -> Projection | Rejection:
         """What this call would launch for, or why it takes the original path."""
-        plan = describe(self)
+        plan = check_mode(self) or describe(self)
         if isinstance(plan, Rejection):
             return plan
         if x.ndim < 2:
             return Rejection(Reason.SHAPE, f"x {x.shape} has no row axis")
         rows = math.prod(mx.broadcast_shapes(x.shape[:-2], indices.shape)) * x.shape[-2]
-        return check_call(self, [self], [plan], x, rows) or plan
+        return check_call([self], [plan], x, rows) or plan
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        super_call = super().__call__
+
         def stock(x: mx.array, indices: mx.array) -> mx.array:
-            return self._stock(x, indices, sorted_indices)
+            most = MAX_STOCK_ROWS if device.on_gpu() else indices.size * x.size
+            return broadcast_in_chunks(lambda x, i: super_call(x, i, sorted_indices), x, indices, most)
 
         plan = self.check(x, indices)
         if isinstance(plan, Rejection):
@@ -167,22 +181,20 @@ class FastQuantizedSwitchLinear(QuantizedSwitchLinear):
                 x = mx.broadcast_to(x, (*batch, m, k))
             return ops.grouped_qmm(x.reshape(-1, k), ids, weights(self, plan)).reshape(*batch, m, plan.n)
 
-        return attempt(fast, stock, x, indices)
+        most = max(1, MAX_ROWS // x.shape[-2])
+        return attempt(lambda x, i: broadcast_in_chunks(fast, x, i, most), stock, x, indices, [self])
 
-    def _stock(self, x: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
-        batch = mx.broadcast_shapes(x.shape[:-2], indices.shape)
-        size = math.prod(batch)
-        if not device.on_gpu() or size <= MAX_STOCK_ROWS:
-            return super().__call__(x, indices, sorted_indices)
-        x = mx.broadcast_to(x, (*batch, *x.shape[-2:])).reshape(size, *x.shape[-2:])
-        indices = mx.broadcast_to(indices, batch).reshape(size)
-        parts = [
-            QuantizedSwitchLinear.__call__(
-                self, x[i : i + MAX_STOCK_ROWS], indices[i : i + MAX_STOCK_ROWS], sorted_indices
-            )
-            for i in range(0, size, MAX_STOCK_ROWS)
-        ]
-        return mx.concatenate(parts).reshape(*batch, *parts[0].shape[1:])
+
+def broadcast_in_chunks(call: Call, x: mx.array, indices: mx.array, most: int) -> mx.array:
+    """call(x, indices) with gather_qmm's broadcasting, in pieces of at most `most` matrices."""
+    batch = mx.broadcast_shapes(x.shape[:-2], indices.shape)
+    size = math.prod(batch)
+    if size <= most:
+        return call(x, indices)
+    x = mx.broadcast_to(x, (*batch, *x.shape[-2:])).reshape(size, *x.shape[-2:])
+    indices = mx.broadcast_to(indices, batch).reshape(size)
+    parts = [call(x[i : i + most], indices[i : i + most]) for i in range(0, size, most)]
+    return mx.concatenate(parts).reshape(*batch, *parts[0].shape[1:])
 
 
 def _repeats_in_runs(lead: tuple[int, ...], batch: tuple[int, ...]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from . import variants
 from .dispatch import choose_tile
@@ -15,6 +16,7 @@ from .launch import launch
 from .problem import Projection
 from .variants import Tile
 
+ALIGNMENT = 16  # bytes: what one asynchronous copy moves
 PERMUTE_CHUNK = 8  # elements that a thread of the route kernel permutes
 
 
@@ -156,6 +158,17 @@ def moe_mlp(
     return _grouped(routing, hidden, down, 0, scatter=True)
 
 
+def own_their_buffers(arrays: list[mx.array]) -> bool:
+    """Whether each array is row-contiguous and aligned for the kernels. Evaluates the arrays.
+
+    MLX shows no strides of arrays on the GPU, but `contiguous` shares the buffer of a row-contiguous array that owns
+    it, and copies any other.
+    """
+    probes = [launch(variants.Probe(), [a, mx.contiguous(a)], [((2,), mx.uint64)], [], blocks=1)[0] for a in arrays]
+    pairs = np.array(mx.stack(probes))
+    return bool((pairs[:, 0] == pairs[:, 1]).all() and (pairs % ALIGNMENT == 0).all())
+
+
 def variants_of(projections: list[Projection], glu: bool) -> list[variants.Variant]:
     """Every variant that a layer may launch: `projections` in order, the last one the down projection; `glu`: the
     first two are computed together."""
@@ -164,4 +177,14 @@ def variants_of(projections: list[Projection], glu: bool) -> list[variants.Varia
     return list(dict.fromkeys(found + variants.needed(down, False)))
 
 
-__all__ = ["Routing", "Weights", "grouped_qmm", "moe_glu", "moe_mlp", "permute", "route", "variants_of"]
+__all__ = [
+    "Routing",
+    "Weights",
+    "grouped_qmm",
+    "moe_glu",
+    "moe_mlp",
+    "own_their_buffers",
+    "permute",
+    "route",
+    "variants_of",
+]

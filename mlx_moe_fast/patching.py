@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from . import device, jit, ops, selftest
-from .eligibility import Reason, Rejection, check_device, describe, fuses
+from .eligibility import Reason, Rejection, check_device, describe, forget, fuses
 from .errors import KernelBuildError, NotAccelerated
 from .layers import FAST, plan_experts, warn_once
 from .problem import Projection
@@ -96,9 +96,12 @@ def _plan(module: nn.Module) -> list[Projection] | Rejection:
     if rejection:
         return rejection
     fast = FAST.get(_original(module))
-    if fast and fast.parts:
-        return plan_experts(module, fast.parts)
-    found = describe(module)
+    try:
+        if fast and fast.parts:
+            return plan_experts(module, fast.parts)
+        found = describe(module)
+    except KernelBuildError as error:
+        return _unbuilt(error)
     return found if isinstance(found, Rejection) else [found]
 
 
@@ -120,9 +123,13 @@ def _build(variants: list[Variant]) -> Rejection | None:
         jit.prepare(variants, target.arch, lambda n: log.info("compiling %d kernels, once; they are cached", n))
         selftest.run(variants)
     except KernelBuildError as error:
-        warn_once(f"{Reason.BUILD.value}: {error}")
-        return Rejection(Reason.BUILD, str(error).splitlines()[0])
+        return _unbuilt(error)
     return None
+
+
+def _unbuilt(error: KernelBuildError) -> Rejection:
+    warn_once(f"{Reason.BUILD.value}: {error}")
+    return Rejection(Reason.BUILD, str(error).splitlines()[0])
 
 
 def report(model: nn.Module) -> PatchReport:
@@ -136,8 +143,8 @@ def _report(model: nn.Module, failed: dict[int, Rejection]) -> PatchReport:
         kind, fast = _original(module).__name__, getattr(type(module), "is_fast", False)
         plan = failed.get(id(module)) or _plan(module)
         if isinstance(plan, Rejection):
-            alone = any(getattr(type(part), "is_fast", False) for part in parts) and not fast
-            detail = plan.detail + ("; its other projections run one by one on mlx_moe_fast" if alone else "")
+            alone = 0 if fast else sum(getattr(type(part), "is_fast", False) for part in parts)
+            detail = plan.detail + (f"; {alone} of its projections run one by one on mlx_moe_fast" if alone else "")
             rows.append(LayerReport(path, kind, False, plan.reason.value, detail, ""))
         elif fast:
             rows.append(LayerReport(path, kind, True, None, "", _variants(module, plan)[0]))
@@ -188,6 +195,8 @@ def patch(model: nn.Module, *, strict: bool = False) -> PatchReport:
     if strict and (result.skipped or not result.replaced):
         for module, kind in before:
             module.__class__ = kind
+            if kind in FAST:
+                forget(module)
         raise NotAccelerated(*_complaint(result))
     return result
 
@@ -206,9 +215,9 @@ def unpatch(model: nn.Module) -> int:
     """Gives every layer of `model` its original class back; returns how many that were."""
     count = 0
     for module in model.modules():
-        vars(module).pop("_moe_fast_seen", None)
         if getattr(type(module), "is_fast", False):
             module.__class__ = type(module).original
+            forget(module)
             count += 1
     return count
 
@@ -222,4 +231,4 @@ def patched(model: nn.Module, *, strict: bool = False) -> Iterator[PatchReport]:
     finally:
         unpatch(model)
         for module in before:
-            module.__class__ = FAST[type(module)]
+            module.__class__ = FAST.get(type(module), type(module))

@@ -51,7 +51,7 @@ class Tile:
     unroll_words: int
 
 
-TILES = {t.m: t for t in (Tile(16, 3, 5, 2), Tile(32, 3, 4, 2), Tile(64, 2, 3, 2), Tile(128, 2, 2, 2))}
+TILES = {t.m: t for t in (Tile(16, 2, 5, 2), Tile(32, 2, 4, 2), Tile(64, 2, 3, 2), Tile(128, 2, 2, 2))}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,21 @@ class Route:
         return {"MOE_ENTRY": self.id, "MOE_BITS": self.bits}
 
 
-Variant = Prefill | Route
+@dataclass(frozen=True)
+class Probe:
+    """kernels/probe.cu: where arrays lie."""
+
+    source = "probe.cu"
+    id = "probe"
+    threads = 1
+    shared_bytes = 0
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return {"MOE_ENTRY": self.id}
+
+
+Variant = Prefill | Route | Probe
 
 
 route = cache(Route)
@@ -139,4 +153,4 @@ def all_variants() -> list[Variant]:
     """Every declared variant."""
     quantizations = [Quantization(bits, group) for bits, group in product(BITS, GROUP_SIZES)]
     prefills = product(quantizations, DTYPES, (False, True), TILES.values())
-    return [*(Route(bits) for bits in BITS), *(Prefill(*p) for p in prefills)]
+    return [Probe(), *(Route(bits) for bits in BITS), *(Prefill(*p) for p in prefills)]

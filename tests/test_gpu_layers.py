@@ -154,6 +154,23 @@ def test_strided_inputs(no_stock):
     assert mx.array_equal(model.layer(wide, turned), model.layer(x, ids))
 
 
+@pytest.mark.parametrize("name", ["weight", "scales", "biases"])
+def test_views_are_found(name):
+    """Only an array that owns its buffer is given to the kernels."""
+    part = make(SwitchGLU).layer.up_proj
+    whole = part[name]
+    views = [
+        mx.split(mx.concatenate([whole, whole], axis=1), 2, axis=1)[0],
+        mx.concatenate([mx.zeros((1000, *whole.shape[1:]), whole.dtype), whole])[1000:],
+        mx.contiguous(whole.swapaxes(1, 2)).swapaxes(1, 2),
+    ]
+    for view in views:
+        part[name] = view
+        assert eligibility.describe(part).reason is eligibility.Reason.STRIDES
+    part[name] = whole + 0 if name == "weight" else mx.abs(whole)
+    assert not isinstance(eligibility.describe(part), eligibility.Rejection)
+
+
 def test_more_rows_than_stock_takes():
     """65,536 rows: MLX's own call fails, so the stock path is taken in pieces and ours as it is."""
     model = make(SwitchGLU)

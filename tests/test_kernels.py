@@ -83,7 +83,7 @@ def test_routing(rows, tile, kind):
         assert 0 <= count <= tile.m
         assert count == 0 or (bucket[order[first : first + count]] == expert).all()
         covered.extend(range(first, first + count) if count else ())
-    assert covered == list(range(rows))  # every row once, in order
+    assert sorted(covered) == list(range(rows))  # every row once
 
 
 @pytest.mark.parametrize("bits", variants.BITS)

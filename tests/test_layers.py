@@ -101,6 +101,7 @@ def kernels(monkeypatch):
     for name in ("grouped_qmm", "moe_glu", "moe_mlp"):
         monkeypatch.setattr(ops, name, getattr(found, name))
     monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(ops, "own_their_buffers", eligibility.contiguous_on_host)
     monkeypatch.setattr(dispatch, "MIN_WORK", 0)
     layers.warn_once.cache_clear()
     return found
@@ -275,7 +276,6 @@ def test_the_gradient_through_an_expert_mlp_is_stocks(kernels):
     assert rel_rms(array(found), array(expected)) < 2e-2
 
 
-@pytest.mark.xfail(strict=True, reason="in eval mode an unfrozen bias, as nn.quantize leaves it, gets no gradient")
 def test_a_bias_that_is_not_frozen_gets_its_gradient(kernels):
     layer, x, indices = linear(bias=True), floats(5, 1, 1, H), ids(5, 2)
     assert "bias" in layer.trainable_parameters()  # mlx-lm freezes before it puts the bias back
@@ -474,6 +474,7 @@ REASONS = {
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_each_reason_is_given(monkeypatch, reason):
+    monkeypatch.setattr(ops, "own_their_buffers", eligibility.contiguous_on_host)
     found = REASONS[reason](monkeypatch)
     assert isinstance(found, Rejection) and found.reason is reason
     assert str(found) == f"{reason.value}: {found.detail}" and found.detail
@@ -546,14 +547,6 @@ def test_an_array_that_another_layer_shares_is_no_view():
     other = linear()
     other.weight = layer.weight
     assert isinstance(describe(other), Projection)
-
-
-def test_a_slice_of_a_much_larger_array_is_a_view():
-    layer = linear()
-    layer.weight = linear_of(64)["weight"][8 : 8 + E]
-    assert describe(layer).reason is Reason.STRIDES
-    layer.weight = mx.array(np.array(layer.weight))
-    assert isinstance(describe(layer), Projection)
 
 
 def test_what_was_found_fit_is_not_looked_at_again(monkeypatch):

@@ -26,7 +26,7 @@ bits_only = pytest.mark.parametrize("bits", BITS)
 
 def test_ids_are_unique_and_can_name_a_kernel_and_a_file():
     ids = [v.id for v in all_variants()]
-    assert len(set(ids)) == len(ids) == len(BITS) + len(BITS) * len(GROUP_SIZES) * 2 * 2 * len(TILES)
+    assert len(set(ids)) == len(ids) == 1 + len(BITS) + len(BITS) * len(GROUP_SIZES) * 2 * 2 * len(TILES)
     assert all(re.fullmatch("[a-z][a-z0-9_]*", i) for i in ids)
 
 
