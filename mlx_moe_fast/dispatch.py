@@ -8,18 +8,18 @@ from .variants import TILES, Tile
 
 # Most rows an expert, on average, for which a tile height was the fastest on an H200; taller tiles run shorter
 # loops when they are not full, so a tall one serves a wide range (kernels/LOG.md).
-ROWS_PER_EXPERT = ((4, 16), (24, 32), (90, 64))
+ROWS_PER_EXPERT = ((6, 16), (22, 32), (90, 64))
 TALLEST = max(TILES)
 
 
 # Multiply-adds of one projection below which MLX's own kernels, which read weights once a row, are done before
 # ours have been launched. Measured on an H200 (kernels/LOG.md).
-MIN_WORK = 100_000_000
+MIN_WORK = 80_000_000
 
 
-def pays(rows: int, n: int, k: int) -> bool:
-    """Whether `rows` routed rows of an n x k projection are worth our launches."""
-    return rows * n * k >= MIN_WORK or bool(envs.TILE.get())
+def few_rows(n: int, k: int) -> int:
+    """Routed rows of an n x k projection below which our launches do not pay."""
+    return 0 if envs.TILE.get() else -(-MIN_WORK // (n * k))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
-from . import device, dispatch, launch, ops
+from . import device, launch, ops
 from .ops import Weights
 from .problem import Projection, Quantization
 from .variants import BITS, GROUP_SIZES
@@ -95,9 +95,18 @@ class _Seen:
         return _Seen, ()
 
 
-def check_mode(layer: nn.Module) -> Rejection | None:
-    """Whether a layer is in inference mode: asked before anything else, since training replaces every array."""
-    return Rejection(Reason.TRAINING, "training mode") if layer.training else None
+def check_first(layer: nn.Module, rows: int) -> Rejection | None:
+    """What is asked before the arrays are looked at, which training replaces all the time. `rows`: (token, expert)
+    pairs of the call."""
+    if layer.training:
+        return Rejection(Reason.TRAINING, "training mode")
+    if not device.on_gpu():
+        return Rejection(Reason.DEVICE, "MLX's default device is the CPU")
+    if rows == 0:
+        return Rejection(Reason.EMPTY, "no rows")
+    if rows < layer.few_rows:
+        return Rejection(Reason.SLOWER, f"{rows} rows, ours pay from {layer.few_rows} on")
+    return None
 
 
 def describe(layer: nn.Module) -> Projection | Rejection:
@@ -118,8 +127,9 @@ def describe(layer: nn.Module) -> Projection | Rejection:
 
 
 def forget(layer: nn.Module) -> None:
-    """Drops what `describe` remembered on a layer."""
-    vars(layer).pop("_moe_fast_seen", None)
+    """Drops what we put on a layer."""
+    for name in ("_moe_fast_seen", "few_rows"):
+        vars(layer).pop(name, None)
 
 
 def _inspect(layer: nn.Module, arrays: list[mx.array]) -> Projection | Rejection:
@@ -169,24 +179,15 @@ def weights(layer: nn.Module, projection: Projection) -> Weights:
     return Weights(projection, layer["weight"], layer["scales"], layer["biases"], layer.get("bias"))
 
 
-def check_call(layers: list[nn.Module], projections: list[Projection], x: mx.array, rows: int) -> Rejection | None:
-    """Whether a call of `layers`, which hold `projections`, may run on the kernels.
-
-    `x`: what the first projection is fed; `rows`: (token, expert) pairs.
-    """
+def check_call(layers: list[nn.Module], projections: list[Projection], x: mx.array) -> Rejection | None:
+    """Whether a call of `layers`, which hold `projections`, may run on the kernels; the first is fed `x`."""
     if any("scales" not in part._no_grad for part in layers):
         return Rejection(Reason.TRAINING, "the scales are not frozen")
-    if not device.on_gpu():
-        return Rejection(Reason.DEVICE, "MLX's default device is the CPU")
     first = projections[0]
     if DTYPES.get(x.dtype) != first.dtype:
         return Rejection(Reason.DTYPE, f"activations of {x.dtype}, scales of {first.dtype}")
     if x.shape[-1] != first.k:
         return Rejection(Reason.SHAPE, f"{x.shape[-1]} input features, needed is {first.k}")
-    if rows == 0:
-        return Rejection(Reason.EMPTY, "no rows")
-    if not dispatch.pays(rows, first.n, first.k):
-        return Rejection(Reason.SLOWER, f"{rows} rows of {first.n} x {first.k}")
     return None
 
 

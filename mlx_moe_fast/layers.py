@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
 
 from . import device, ops
-from .eligibility import Reason, Rejection, check_call, check_chain, check_mode, describe, fuses, weights
+from .eligibility import Reason, Rejection, check_call, check_chain, check_first, describe, fuses, weights
 from .errors import KernelBuildError
 from .problem import Projection
 
@@ -90,17 +90,20 @@ class FastExperts(nn.Module):
     is_fast = True
     original: type[nn.Module]
     parts: tuple[str, ...]
+    few_rows = 0  # routed rows below which the original call is faster; `patch` sets it
 
     def check(self, x: mx.array, indices: mx.array) -> list[Projection] | Rejection:
         """What this call would launch for, or why it takes the original path."""
-        plan = check_mode(self) or plan_experts(self, self.parts)
+        plan = check_first(self, indices.size) or plan_experts(self, self.parts)
         if isinstance(plan, Rejection):
             return plan
         if x.ndim != indices.ndim or x.shape[:-1] != indices.shape[:-1]:
             return Rejection(Reason.SHAPE, f"x {x.shape} and indices {indices.shape} do not belong together")
-        return check_call([self[name] for name in self.parts], plan, x, indices.size) or plan
+        return check_call([self[name] for name in self.parts], plan, x) or plan
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        if indices.size < self.few_rows:  # a decode step: it waits for every microsecond of Python
+            return self.original.__call__(self, x, indices)
         indices = mx.stop_gradient(indices)
 
         def stock(x: mx.array, indices: mx.array) -> mx.array:
@@ -150,18 +153,20 @@ class FastQuantizedSwitchLinear(QuantizedSwitchLinear):
     is_fast = True
     original = QuantizedSwitchLinear
     parts: tuple[str, ...] = ()
+    few_rows = 0
 
     def check(self, x: mx.array, indices: mx.array) -> Projection | Rejection:
         """What this call would launch for, or why it takes the original path."""
-        plan = check_mode(self) or describe(self)
-        if isinstance(plan, Rejection):
-            return plan
         if x.ndim < 2:
             return Rejection(Reason.SHAPE, f"x {x.shape} has no row axis")
-        rows = math.prod(mx.broadcast_shapes(x.shape[:-2], indices.shape)) * x.shape[-2]
-        return check_call([self], [plan], x, rows) or plan
+        plan = check_first(self, _rows(x, indices)) or describe(self)
+        if isinstance(plan, Rejection):
+            return plan
+        return check_call([self], [plan], x) or plan
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        if x.ndim >= 2 and _rows(x, indices) < self.few_rows:
+            return super().__call__(x, indices, sorted_indices)
         super_call = super().__call__
 
         def stock(x: mx.array, indices: mx.array) -> mx.array:
@@ -195,6 +200,11 @@ def broadcast_in_chunks(call: Call, x: mx.array, indices: mx.array, most: int) -
     indices = mx.broadcast_to(indices, batch).reshape(size)
     parts = [call(x[i : i + most], indices[i : i + most]) for i in range(0, size, most)]
     return mx.concatenate(parts).reshape(*batch, *parts[0].shape[1:])
+
+
+def _rows(x: mx.array, indices: mx.array) -> int:
+    """Routed rows of gather_qmm(x, ..., rhs_indices=indices)."""
+    return math.prod(mx.broadcast_shapes(x.shape[:-2], indices.shape)) * x.shape[-2]
 
 
 def _repeats_in_runs(lead: tuple[int, ...], batch: tuple[int, ...]) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
-from . import device, jit, ops, selftest
+from . import device, dispatch, jit, ops, selftest
 from .eligibility import Reason, Rejection, check_device, describe, forget, fuses
 from .errors import KernelBuildError, NotAccelerated
 from .layers import FAST, plan_experts, warn_once
@@ -172,31 +172,32 @@ def patch(model: nn.Module, *, strict: bool = False) -> PatchReport:
     Returns:
         What was replaced and what was not, with the reasons.
     """
-    accepted: list[tuple[nn.Module, list[nn.Module], list[Variant]]] = []
+    accepted: list[tuple[nn.Module, list[nn.Module], list[Projection]]] = []
     failed: dict[int, Rejection] = {}
     for _, module, parts in _candidates(model):
         plan = _plan(module)
         if isinstance(plan, Rejection):
             # The projections of an MLP that cannot run as one may still run each for itself.
             plans = [(part, _plan(part)) for part in parts]
-            accepted += [(p, [], _variants(p, found)[1]) for p, found in plans if not isinstance(found, Rejection)]
+            accepted += [(part, [], found) for part, found in plans if not isinstance(found, Rejection)]
         else:
-            accepted.append((module, parts, _variants(module, plan)[1]))
-    wanted = list(dict.fromkeys(v for _, _, variants in accepted for v in variants))
+            accepted.append((module, parts, plan))
+    wanted = list(dict.fromkeys(v for module, _, plan in accepted for v in _variants(module, plan)[1]))
     rejection = _build(wanted) if wanted else None
     if rejection:
         failed = {id(module): rejection for module, _, _ in accepted}
         accepted = []
     before = [(m, type(m)) for module, parts, _ in accepted for m in (module, *parts)]
-    for module, kind in before:
-        if kind in FAST:
-            module.__class__ = FAST[kind]
+    for module, parts, plan in accepted:
+        for layer in (module, *parts):
+            if type(layer) in FAST:
+                layer.__class__ = FAST[type(layer)]
+                layer.few_rows = dispatch.few_rows(plan[0].n, plan[0].k)
     result = _report(model, failed)
     if strict and (result.skipped or not result.replaced):
         for module, kind in before:
-            module.__class__ = kind
             if kind in FAST:
-                forget(module)
+                _restore(module)
         raise NotAccelerated(*_complaint(result))
     return result
 
@@ -213,22 +214,29 @@ def _complaint(result: PatchReport) -> tuple[str, str]:
 
 def unpatch(model: nn.Module) -> int:
     """Gives every layer of `model` its original class back; returns how many that were."""
-    count = 0
-    for module in model.modules():
-        if getattr(type(module), "is_fast", False):
-            module.__class__ = type(module).original
-            forget(module)
-            count += 1
-    return count
+    fast = _fast_layers(model)
+    for module in fast:
+        _restore(module)
+    return len(fast)
+
+
+def _fast_layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if getattr(type(module), "is_fast", False)]
+
+
+def _restore(module: nn.Module) -> None:
+    module.__class__ = _original(module)
+    forget(module)
 
 
 @contextmanager
 def patched(model: nn.Module, *, strict: bool = False) -> Iterator[PatchReport]:
     """`patch` for the duration of a `with` block; layers that were patched before stay so after it."""
-    before = [module for module in model.modules() if getattr(type(module), "is_fast", False)]
+    before = _fast_layers(model)
     try:
         yield patch(model, strict=strict)
     finally:
-        unpatch(model)
-        for module in before:
-            module.__class__ = FAST.get(type(module), type(module))
+        kept = set(map(id, before))
+        for module in _fast_layers(model):
+            if id(module) not in kept:
+                _restore(module)
