@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -171,7 +172,7 @@ def _inspect(layer: nn.Module, arrays: list[mx.array]) -> Projection | Rejection
 
 def contiguous_on_host(arrays: list[mx.array]) -> bool:
     """Whether each array is row-contiguous. Evaluates the arrays, and would move ones that lie on a GPU."""
-    return all(memoryview(a).c_contiguous for a in arrays)
+    return all(memoryview(cast(Any, a)).c_contiguous for a in arrays)
 
 
 def weights(layer: nn.Module, projection: Projection) -> Weights:
