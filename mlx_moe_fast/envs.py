@@ -19,7 +19,10 @@ class Variable:
 
 MODE = Variable("MLX_MOE_FAST_MODE", "`auto`, `off` or `require`: what the command line does by default.", "auto")
 CACHE_DIR = Variable("MLX_MOE_FAST_CACHE_DIR", "Where compiled kernels are kept; default: the user's cache directory.")
-TILE = Variable("MLX_MOE_FAST_TILE", "Token tile of the prefill kernel to use whatever the problem: 16, 32, 64 or 128.")
+TILE = Variable(
+    "MLX_MOE_FAST_TILE",
+    "Token tile of the prefill kernel, whatever the problem and even if MLX is faster: 16, 32, 64 or 128.",
+)
 COMMIT = Variable("MLX_MOE_FAST_COMMIT", "Commit that benchmark results name where there is no git checkout.")
 
 ALL = (MODE, CACHE_DIR, TILE, COMMIT)
