@@ -3,8 +3,20 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import Case, around, make_ids, make_weights
-from numerics import array, check, grouped, moe_glu, rel_rms
+from cases import Case, around
+from checks import (
+    Q4,
+    bad_values_stay_in_their_row,
+    exact_in_integers,
+    neighbours_do_not_change_a_row,
+    one_hot_rows_show_the_weights,
+    permutation_is_the_formula,
+    routing_is_a_stable_sort,
+    run,
+    run_plain,
+    subnormal_scales_count,
+)
+from numerics import array, check, grouped, rel_rms
 
 from mlx_moe_fast import launch, ops, variants
 from mlx_moe_fast.problem import Projection, Quantization
@@ -12,7 +24,6 @@ from mlx_moe_fast.variants import TILES, Prefill
 
 pytestmark = pytest.mark.gpu
 PREFILLS = [v for v in variants.all_variants() if isinstance(v, Prefill)]
-Q4 = Quantization(4, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -21,33 +32,17 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(launch, "poison", 2147483520.0)
 
 
-def run_plain(case: Case, tile=None) -> tuple[mx.array, np.ndarray]:
-    x, ids, gate, _, _ = case.arrays()
-    out = ops.grouped_qmm(x, ids.flatten(), gate, tile)
-    rows = array(x).repeat(case.top_k, axis=0)
-    return out, grouped(rows, array(ids).flatten(), gate)
-
-
-def run_glu(case: Case, tile=None) -> tuple[mx.array, np.ndarray]:
-    x, ids, gate, up, down = case.arrays()
-    out = ops.moe_glu(x, ids.flatten(), gate, up, down, tile)
-    rows = array(x).repeat(case.top_k, axis=0)
-    return out, moe_glu(rows, array(ids).flatten(), gate, up, down)
-
-
 @pytest.mark.parametrize("variant", PREFILLS, ids=lambda v: v.id)
 def test_variant(variant: Prefill):
     for case in around(variant.tile.m, variant.quantization, variant.dtype):
-        out, reference = (run_glu if variant.glu else run_plain)(case, variant.tile)
-        check(out, reference, variant.dtype, 3 if variant.glu else 1)
+        run(case, variant.glu, variant.tile)
 
 
 @pytest.mark.parametrize("down", [Quantization(8, 64), Quantization(8, 32), Quantization(4, 32)], ids=str)
 @pytest.mark.parametrize("first", [Quantization(4, 64), Quantization(8, 64)], ids=str)
 @pytest.mark.parametrize("features", [64, 128, 192, 704, 1408])
 def test_down_projection_with_other_bits(first, down, features):
-    out, reference = run_glu(Case(50, 2, 256, features, 4, first, down=down))
-    check(out, reference, "bf16", 3)
+    run(Case(50, 2, 256, features, 4, first, down=down), glu=True)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 8])
@@ -71,78 +66,47 @@ def test_unfused_activation(top_k):
 @pytest.mark.parametrize("tile", TILES.values(), ids=lambda t: f"m{t.m}")
 @pytest.mark.parametrize("rows", [1, 31, 511, 513, 4096, 70_000])
 def test_routing(rows, tile, kind):
-    experts = 67  # a prime
-    ids = make_ids(np.random.default_rng(rows), rows, 1, experts, kind).flatten()
-    x = mx.zeros((1, 64), mx.bfloat16)
-    routing = ops.route(mx.array(ids), x, experts, 4, tile)
-    bucket = np.where((ids < 0) | (ids >= experts), experts, ids)
-    order = np.argsort(bucket, kind="stable")
-    np.testing.assert_array_equal(array(routing.row_ids), order)
-    covered = []
-    for expert, first, count, _ in array(routing.tiles):
-        assert 0 <= count <= tile.m
-        assert count == 0 or (bucket[order[first : first + count]] == expert).all()
-        covered.extend(range(first, first + count) if count else ())
-    assert sorted(covered) == list(range(rows))  # every row once
+    routing_is_a_stable_sort(rows, tile, kind)
 
 
 @pytest.mark.parametrize("bits", variants.BITS)
 @pytest.mark.parametrize("k", [32, 96, 128, 160, 2880])
 def test_permutation(bits, k):
-    x = mx.array(np.arange(3 * k, dtype=np.float32).reshape(3, k) % 251).astype(mx.float16)
-    width = variants.padded(k, bits)
-    logical = np.array([variants.logical_k(p, bits) for p in range(width)])
-    expected = np.where(logical < k, array(x)[:, np.minimum(logical, k - 1)], 0)
-    np.testing.assert_array_equal(array(ops.permute(x, bits)), expected)
-    strided = mx.contiguous(x.T).T  # the same values, columns first
-    np.testing.assert_array_equal(array(ops.permute(strided, bits)), expected)
+    permutation_is_the_formula(bits, k)
 
 
 @pytest.mark.parametrize("rows", [1, 65_535, 65_536, 70_000])
 @pytest.mark.parametrize("experts", [1, 8])
 def test_many_rows(rows, experts):
-    case = Case(rows, 1, 128, 64, experts, Q4, ids="duplicates")
-    check(*run_plain(case), "bf16")
+    run(Case(rows, 1, 128, 64, experts, Q4, ids="duplicates"), glu=False)
 
 
-@pytest.mark.parametrize(
-    "variant", [v for v in PREFILLS if not v.glu and v.quantization.group_size == 64], ids=lambda v: v.id
-)
+PLAIN64 = [v for v in PREFILLS if not v.glu and v.quantization.group_size == 64]
+
+
+@pytest.mark.parametrize("variant", PLAIN64, ids=lambda v: v.id)
 def test_exact_in_integers(variant):
-    """Integer inputs, scales of one and no bias: every sum is exact, so every bit must be right."""
-    q, rng = variant.quantization, np.random.default_rng(1)
-    p = Projection(3, 136, 320, q, variant.dtype)
-    weights = make_weights(rng, p)
-    ones = mx.ones_like(weights.scales)
-    weights = ops.Weights(p, weights.weight & 0x11111111, ones, -ones)  # weights of -1, 0 and, at 8 bits, up to 16
-    x = mx.array(rng.integers(-2, 3, (70, 320)).astype(np.float32)).astype(weights.scales.dtype)
-    ids = make_ids(rng, 70, 1, 3, "duplicates").flatten()
-    reference = mx.array(grouped(array(x), ids, weights)).astype(x.dtype)
-    np.testing.assert_array_equal(array(ops.grouped_qmm(x, mx.array(ids), weights, variant.tile)), array(reference))
+    exact_in_integers(variant)
+
+
+@pytest.mark.parametrize("variant", PLAIN64, ids=lambda v: v.id)
+def test_one_hot_rows(variant):
+    one_hot_rows_show_the_weights(variant)
+
+
+@pytest.mark.parametrize("variant", PLAIN64, ids=lambda v: v.id)
+def test_subnormal_scales(variant):
+    subnormal_scales_count(variant)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_bad_values_stay_in_their_row(bad):
-    case = Case(70, 2, 256, 128, 4, Q4)
-    x, ids, gate, up, down = case.arrays()
-    clean = array(ops.moe_glu(x, ids.flatten(), gate, up, down))
-    x[5, 17] = bad
-    out = array(ops.moe_glu(x, ids.flatten(), gate, up, down))
-    touched = np.zeros(case.rows, bool)
-    touched[10:12] = True  # both experts of token 5
-    np.testing.assert_array_equal(out[~touched], clean[~touched])
-    assert not np.isfinite(out[touched]).all(axis=1).any()
+    bad_values_stay_in_their_row(bad)
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=lambda t: f"m{t.m}")
 def test_neighbours_do_not_change_a_row(tile):
-    """The bits of a row depend neither on the other rows nor on how many there are."""
-    case = Case(300, 1, 512, 128, 2, Q4, ids="one")
-    x, ids, gate, _, _ = case.arrays()
-    full = array(ops.grouped_qmm(x, ids.flatten(), gate, tile))
-    for first, count in ((0, 1), (7, 16), (100, 129), (299, 1)):
-        part = ops.grouped_qmm(x[first : first + count], ids[first : first + count].flatten(), gate, tile)
-        np.testing.assert_array_equal(array(part), full[first : first + count])
+    neighbours_do_not_change_a_row(tile)
 
 
 def test_offsets_beyond_32_bits():

@@ -13,6 +13,7 @@
 #include <iostream>
 #include <map>
 #include <memory>
+#include <new>
 #include <random>
 #include <set>
 #include <sstream>
@@ -21,11 +22,12 @@
 
 #include "cuda.h"
 
-#if defined(__SANITIZE_ADDRESS__)
+#if EMU_ADDRESS_SANITIZER
 #include <sanitizer/common_interface_defs.h>
 #else
 static void __sanitizer_start_switch_fiber(void**, const void*, std::size_t) {}
 static void __sanitizer_finish_switch_fiber(void*, const void**, std::size_t*) {}
+static void __sanitizer_set_death_callback(void (*)()) {}
 #endif
 
 // The kernel, by a name that the linker gives it. It is called with every argument in a 64-bit slot, which the ABIs of
@@ -133,7 +135,6 @@ void thread_main() {
   reinterpret_cast<Entry>(emu_entry)(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12],
                                      s[13], s[14], s[15], s[16], s[17], s[18], s[19], s[20], s[21], s[22], s[23], s[24],
                                      s[25], s[26], s[27], s[28], s[29], s[30], s[31]);
-  copy_wait(0);
   running->state = State::kDone;
   yield();
 }
@@ -231,7 +232,12 @@ void land(const Copy& copy) {
   }
 }
 
+void say_where() { std::fprintf(stderr, "%s: block %u, thread %u", kernel_name.c_str(), blockIdx.x, threadIdx.x); }
+
 }  // namespace
+
+// UndefinedBehaviorSanitizer calls this for each finding; it has no part in the other's death callback.
+extern "C" void __ubsan_on_report() { say_where(); }
 
 void fail(const char* format, ...) {
   std::va_list arguments;
@@ -239,7 +245,8 @@ void fail(const char* format, ...) {
   char what[512];
   std::vsnprintf(what, sizeof what, format, arguments);
   va_end(arguments);
-  std::fprintf(stderr, "%s: block %u, thread %u: %s\n", kernel_name.c_str(), blockIdx.x, threadIdx.x, what);
+  say_where();
+  std::fprintf(stderr, ": %s\n", what);
   std::_Exit(3);
 }
 
@@ -301,10 +308,6 @@ void copy_wait(int pending) {
     for (const Copy& copy : groups.front()) land(copy);
     groups.erase(groups.begin());
   }
-  if (pending == 0) {
-    for (const Copy& copy : groups.back()) land(copy);
-    groups.back().clear();
-  }
 }
 
 void note(Unit unit, std::uintptr_t address, unsigned bytes) {
@@ -319,7 +322,10 @@ int run(const char* problem, const char* result) {
   std::ifstream in(problem, std::ios::binary);
   unsigned blocks = 0, block_size = 0, seed = 0;
   in >> kernel_name >> blocks >> block_size >> shared_size >> seed >> copies_are_late;
-  std::vector<std::pair<std::unique_ptr<unsigned char[]>, std::size_t>> inputs, outputs;
+  struct Aligned {  // as the GPU's allocator aligns
+    void operator()(unsigned char* p) const { ::operator delete[](p, std::align_val_t{256}); }
+  };
+  std::vector<std::pair<std::unique_ptr<unsigned char[], Aligned>, std::size_t>> inputs, outputs;
   int count = 0;
   for (std::string kind; in >> kind && kind != "data"; ++count) {
     long long value = 0;
@@ -328,7 +334,7 @@ int run(const char* problem, const char* result) {
     slots[count] = static_cast<std::uint64_t>(value);
     if (kind == "int") continue;
     auto& buffers = kind == "in" ? inputs : outputs;
-    buffers.emplace_back(new unsigned char[value], value);
+    buffers.emplace_back(new (std::align_val_t{256}) unsigned char[value], value);
     std::memset(buffers.back().first.get(), 0xFF, value);
     slots[count] = reinterpret_cast<std::uint64_t>(buffers.back().first.get());
   }
@@ -336,6 +342,7 @@ int run(const char* problem, const char* result) {
   for (auto& [bytes, size] : inputs) in.read(reinterpret_cast<char*>(bytes.get()), static_cast<std::streamsize>(size));
   if (!in || shared_size > kMaxShared) fail("the problem file is damaged");
 
+  __sanitizer_set_death_callback(say_where);
   generator.seed(seed);
   warps.resize((block_size + 31) / 32);
   threads.resize(block_size);

@@ -1,0 +1,887 @@
+"""Plants faults in the kernels, one at a time, and asks whether the checks of the CPU suite see them.
+
+    python scripts/mutate.py             # all; writes the table of docs/reliability.md
+    python scripts/mutate.py --check     # all; writes nothing, exits 1 if a fault is missed
+    python scripts/mutate.py --only "wait removed"
+
+A fault is a change of text in a copy of the sources; the kernels on disk stay as they are. It is caught if a check
+fails, if the emulator or a sanitizer stops the kernel, or if results depend on the schedule.
+"""
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import mlx.core as mx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import checks  # noqa: E402
+from cases import Case, around  # noqa: E402
+from emulator import Emulator, Fault, build  # noqa: E402
+from numerics import array  # noqa: E402
+
+from mlx_moe_fast import jit, ops, variants  # noqa: E402
+from mlx_moe_fast.problem import Quantization  # noqa: E402
+from mlx_moe_fast.variants import TILES, Prefill, Tile, Variant  # noqa: E402
+
+PAGE = ROOT / "docs" / "reliability.md"
+RUNS = ((0, True), (1, False), (0, False), (1, True))  # seed of the schedule; whether copies land late
+
+# ---- probes: one check of one problem each ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A check, which may return a result that the schedule must not change, and the variants that it launches."""
+
+    label: str
+    variants: tuple[Variant, ...]
+    check: Callable[[], mx.array | None]
+
+
+def plain(bits: int, group: int, dtype: str, tile: int | Tile) -> Prefill:
+    return Prefill(Quantization(bits, group), dtype, False, TILES[tile] if isinstance(tile, int) else tile)
+
+
+def glu(bits: int, group: int, dtype: str, tile: int) -> Prefill:
+    return Prefill(Quantization(bits, group), dtype, True, TILES[tile])
+
+
+def launched(variant: Prefill, down: Quantization | None = None) -> tuple[Variant, ...]:
+    """What `ops` launches for a variant: GLU is followed by the down projection."""
+    second = (Prefill(down or variant.quantization, variant.dtype, False, variant.tile),) if variant.glu else ()
+    return variants.route(variant.quantization.bits), variant, *second
+
+
+def edge(variant: Prefill, i: int) -> Probe:
+    """Case i of `cases.around` against the reference."""
+    return given(variant, around(variant.tile.m, variant.quantization, variant.dtype)[i])
+
+
+def given(variant: Prefill, case: Case) -> Probe:
+    """Any case against the reference."""
+    label = f"{'GLU' if variant.glu else 'plain'}, tile {variant.tile.m}, {case}"
+    return Probe(label, launched(variant, case.down), partial(checks.run, case, variant.glu, variant.tile))
+
+
+def special(check: Callable[[Prefill], None], variant: Prefill) -> Probe:
+    return Probe(f"{check.__name__}, {variant.id}", launched(variant), partial(check, variant))
+
+
+def routing(rows: int, tile: int, kind: str) -> Probe:
+    check = partial(checks.routing_is_a_stable_sort, rows, TILES[tile], kind, experts=7)
+    return Probe(f"routing_is_a_stable_sort, {rows} rows, tile {tile}, {kind}", (variants.route(4),), check)
+
+
+def permutation(bits: int, k: int) -> Probe:
+    check = partial(checks.permutation_is_the_formula, bits, k)
+    return Probe(f"permutation_is_the_formula, {bits} bits, K {k}", (variants.route(bits),), check)
+
+
+def nan_in_a_row() -> Probe:
+    variant = glu(4, 64, "bf16", 16)
+    check = partial(checks.bad_values_stay_in_their_row, float("nan"), variant.tile)
+    return Probe("bad_values_stay_in_their_row, NaN, tile 16", launched(variant), check)
+
+
+# ---- the faults ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which occurs once in `file`, becomes `new`. `sanitize`: only an access outside a buffer betrays it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    models: str
+    probe: Probe
+    sanitize: bool = False
+
+
+PREFILL, ROUTE, QUANT = "prefill_sm80.cu", "route.cu", "quant.cuh"
+P, G = plain(4, 64, "bf16", 16), glu(4, 64, "bf16", 16)
+P8, G8 = plain(8, 64, "bf16", 16), glu(8, 64, "bf16", 16)
+P16, P8_16 = plain(4, 64, "fp16", 16), plain(8, 64, "fp16", 16)
+DEEP = plain(4, 64, "bf16", Tile(16, 3, 5, 2))  # three stages, which no tile has yet: groups of copies matter
+
+REFILL = """\
+      if (kb + C::kStages - 1 < k_blocks) {
+        load_weights(w, w_up, p.n - weight_row0, bytes_left > 0, write);
+        load_tokens(kb + C::kStages - 1, write, 16 * active);
+        w += 64, w_up += 64, bytes_left -= 64;
+      }
+"""
+COMMIT = "      ptx::cp_async_commit();\n"
+WAIT = "        ptx::cp_async_wait<C::kStages - 2>();\n"
+BARRIER = (
+    "        __syncthreads();  // stage kb has landed for all, and all have left stage kb - 1, which is refilled now\n"
+)
+READ = "        q = load_quantized(read + lane_weights, lane_scales + (kb & 1) * C::kScaleBytes);\n"
+
+MUTATIONS = [
+    # The pipeline.
+    Mutation(
+        "barrier after the row table removed",
+        PREFILL,
+        "fill_row_table();\n    __syncthreads();",
+        "fill_row_table();",
+        "a row table read before other warps have written it",
+        edge(P, 0),
+    ),
+    Mutation(
+        "barrier of the pipeline removed",
+        PREFILL,
+        BARRIER,
+        "",
+        "a stage read before other warps' copies have landed",
+        edge(P, 2),
+    ),
+    Mutation(
+        "barrier before the wait",
+        PREFILL,
+        WAIT + BARRIER,
+        "        __syncthreads();\n" + WAIT,
+        "a wait that covers a thread's own copies only",
+        edge(P, 2),
+    ),
+    Mutation(
+        "refill before the barrier",
+        PREFILL,
+        "      if (kb >= 0) {\n" + WAIT + BARRIER + READ + "      }\n" + REFILL + COMMIT,
+        REFILL + COMMIT + "      if (kb >= 0) {\n" + WAIT.replace("- 2", "- 1") + BARRIER + READ + "      }\n",
+        "a stage refilled while other warps still read it",
+        edge(P, 2),
+    ),
+    Mutation("wait removed", PREFILL, WAIT, "", "a stage read before it has landed", edge(P, 2)),
+    Mutation(
+        "wait too lax",
+        PREFILL,
+        WAIT,
+        WAIT.replace("- 2", "- 1"),
+        "one group of copies too many left under way",
+        edge(P, 2),
+    ),
+    Mutation("commit removed", PREFILL, COMMIT, "", "copies that no wait covers", edge(P, 2)),
+    Mutation(
+        "commit before the copies",
+        PREFILL,
+        REFILL + COMMIT,
+        COMMIT + REFILL,
+        "copies counted to the next group",
+        edge(DEEP, 2),
+    ),
+    Mutation(
+        "commit only with copies",
+        PREFILL,
+        REFILL + COMMIT,
+        REFILL.replace("      }\n", "  " + COMMIT + "      }\n"),
+        "no group in the last rounds, so the wait counts wrong",
+        edge(DEEP, 2),
+    ),
+    Mutation(
+        "write stage not advanced",
+        PREFILL,
+        "      write = write + C::kStageBytes == end ? smem : write + C::kStageBytes;\n",
+        "",
+        "every K block copied to one stage",
+        edge(P, 2),
+    ),
+    Mutation(
+        "read stage not advanced",
+        PREFILL,
+        "      read = read + C::kStageBytes == end ? smem : read + C::kStageBytes;\n",
+        "",
+        "every K block read from one stage",
+        edge(P, 2),
+    ),
+    Mutation(
+        "write stage wraps late",
+        PREFILL,
+        "write = write + C::kStageBytes == end",
+        "write = write == end",
+        "a stage that lies in the scales",
+        edge(P, 2),
+    ),
+    Mutation(
+        "tokens of the neighbour K block",
+        PREFILL,
+        "load_tokens(kb + C::kStages - 1,",
+        "load_tokens(max(kb + C::kStages - 2, 0),",
+        "weights and tokens of different K blocks",
+        edge(P, 2),
+    ),
+    Mutation(
+        "up weights not advanced",
+        PREFILL,
+        "w += 64, w_up += 64, bytes",
+        "w += 64, bytes",
+        "the up panel stays at its first K block",
+        edge(G, 2),
+    ),
+    # Tails.
+    Mutation(
+        "K tail of weights off by one",
+        PREFILL,
+        "bytes_left > 0",
+        "bytes_left >= 0",
+        "16 bytes past the end of a weight row",
+        edge(P, 2),
+        sanitize=True,
+    ),
+    Mutation(
+        "N tail of weights off by one",
+        PREFILL,
+        "more && step < rows",
+        "more && step <= rows",
+        "a weight row past the last",
+        edge(P, 2),
+        sanitize=True,
+    ),
+    Mutation(
+        "K tail of scales off by one",
+        PREFILL,
+        "group < p.k / C::kGroup",
+        "group <= p.k / C::kGroup",
+        "a scale past the end of a row",
+        edge(P, 2),
+        sanitize=True,
+    ),
+    Mutation(
+        "N tail of scales dropped",
+        PREFILL,
+        "const bool valid = row_offset >= 0 && group",
+        "const bool valid = group",
+        "scales of rows that do not exist",
+        edge(P, 2),
+        sanitize=True,
+    ),
+    Mutation(
+        "N tail of the bias dropped",
+        PREFILL,
+        "!p.has_bias || row >= p.n",
+        "!p.has_bias",
+        "a bias past the last",
+        edge(P, 4),
+        sanitize=True,
+    ),
+    Mutation(
+        "N tail of the store off by one",
+        PREFILL,
+        "token >= tile.z || column >= width",
+        "token >= tile.z || column > width",
+        "the first features of the next row overwritten",
+        edge(P, 7),
+    ),
+    Mutation(
+        "rows of the store off by one",
+        PREFILL,
+        "token >= tile.z || column",
+        "token > tile.z || column",
+        "a row of the next tile overwritten",
+        edge(P, 7),
+    ),
+    Mutation(
+        "N tail of the zeros off by one",
+        PREFILL,
+        "if (column < p.n) *re",
+        "if (column <= p.n) *re",
+        "the first features of the next row zeroed",
+        edge(plain(4, 32, "bf16", 16), 6),
+    ),
+    Mutation(
+        "row table past the tile's end",
+        PREFILL,
+        "tile.z - 1);",
+        "tile.z);",
+        "an index read past the last row",
+        edge(P, 2),
+        sanitize=True,
+    ),
+    Mutation(
+        "unused tiles computed",
+        PREFILL,
+        "  if (tile.z == 0) return;\n",
+        "",
+        "work for no rows, and reads of row -1",
+        edge(P, 8),
+        sanitize=True,
+    ),
+    Mutation(
+        "blocks counted without padding",
+        PREFILL,
+        "(C::kGlu ? p.out_width : p.n)",
+        "p.n",
+        "tiles taken for others where the padded width has more blocks",
+        edge(G, 1),
+    ),
+    Mutation(
+        "pitch without padding",
+        PREFILL,
+        "static_cast<u32>(p.k_pad)",
+        "static_cast<u32>(p.k)",
+        "token rows taken for shorter than they are",
+        edge(P, 2),
+    ),
+    # Which row, expert, group.
+    Mutation(
+        "weights of expert 0",
+        PREFILL,
+        "(expert_row + weight_row0) * row_bytes",
+        "static_cast<i64>(weight_row0) * row_bytes",
+        "the expert's offset lost",
+        edge(P, 7),
+    ),
+    Mutation(
+        "scales of expert 0",
+        PREFILL,
+        "(expert_row + scale_row) * (p.k",
+        "static_cast<i64>(scale_row) * (p.k",
+        "the expert's offset lost",
+        edge(P, 7),
+    ),
+    Mutation(
+        "bias of expert 0",
+        PREFILL,
+        "bias + static_cast<i64>(tile.x) * p.n + row",
+        "bias + row",
+        "the expert's offset lost",
+        edge(P, 4),
+    ),
+    Mutation(
+        "bias of the neighbour row",
+        PREFILL,
+        "weight_row(shared_row(panel, half, lane / 4))",
+        "weight_row(shared_row(panel, half, lane / 4 ^ 1))",
+        "a lane's row taken for another",
+        edge(P, 4),
+    ),
+    Mutation(
+        "bias dropped",
+        PREFILL,
+        "+ bias[panel][b % 2]; };",
+        "+ 0 * bias[panel][b % 2]; };",
+        "sums without their bias",
+        edge(P, 4),
+    ),
+    Mutation(
+        "bias of the gate for both",
+        PREFILL,
+        "C::kGlu && panel == 1 ? p.bias_up : p.bias",
+        "p.bias",
+        "up gets the bias of gate",
+        edge(G, 4),
+    ),
+    Mutation(
+        "scale of the lane's neighbour group",
+        PREFILL,
+        "t * (C::kTileK / 4) / C::kGroup * C::kScalePitch",
+        "(t ^ 2) * (C::kTileK / 4) / C::kGroup * C::kScalePitch",
+        "quarters of a K block exchange their scales",
+        edge(P, 0),
+    ),
+    Mutation(
+        "a group in each K block",
+        PREFILL,
+        "kb * C::kTileK / C::kGroup + g",
+        "kb * C::kGroups + g",
+        "groups that span two K blocks counted twice",
+        edge(plain(8, 128, "bf16", 16), 2),
+    ),
+    Mutation(
+        "scales of the wrong slot",
+        PREFILL,
+        "store_scales((kb + 1) & 1,",
+        "store_scales(kb & 1,",
+        "the other slot of the double buffer",
+        edge(P, 2),
+    ),
+    Mutation(
+        "scale not doubled",
+        PREFILL,
+        "make_uint2(scale[g] * 0x10001u,",
+        "make_uint2(scale[g],",
+        "every other weight without its scale",
+        edge(P, 0),
+    ),
+    Mutation(
+        "x_div ignored",
+        PREFILL,
+        "p.row_ids[row] / p.x_div",
+        "p.row_ids[row]",
+        "a token's row taken for another",
+        edge(P, 6),
+        sanitize=True,
+    ),
+    Mutation(
+        "scatter ignored",
+        PREFILL,
+        "!C::kGlu && p.scatter ? p.row_ids[sorted] : sorted",
+        "sorted",
+        "rows left in sorted order",
+        edge(P, 5),
+    ),
+    Mutation(
+        "scatter of zeros ignored",
+        PREFILL,
+        "row = p.scatter ? p.row_ids[sorted] : sorted",
+        "row = sorted",
+        "zeros in sorted order",
+        edge(P, 6),
+    ),
+    Mutation(
+        "no zeros",
+        PREFILL,
+        "tile.x == p.experts ? block.store_zeros() : block.run();",
+        "if (tile.x != p.experts) block.run();",
+        "rows whose id is out of range keep what was in memory",
+        edge(P, 6),
+    ),
+    Mutation(
+        "row table in another order",
+        PREFILL,
+        "i % C::kRowsPerThread * C::kRowStep + i / C::kRowsPerThread",
+        "i",
+        "a loading thread's rows mixed up",
+        edge(P, 2),
+    ),
+    # Fragments.
+    Mutation(
+        "swizzle dropped by the writer",
+        PREFILL,
+        "(chunk ^ (r0 & 7)) * 16",
+        "chunk * 16",
+        "tokens not where ldmatrix looks",
+        edge(P, 2),
+    ),
+    Mutation(
+        "swizzle dropped by the reader",
+        PREFILL,
+        "((lane / 8 % 2) ^ (lane & 7)) * 16",
+        "(lane / 8 % 2) * 16",
+        "tokens not where they were put",
+        edge(P, 2),
+    ),
+    Mutation(
+        "xor of the step dropped", PREFILL, "(tokens ^ (step * 32))", "tokens", "every step reads the first", edge(P, 0)
+    ),
+    Mutation(
+        "xor of the round dropped",
+        PREFILL,
+        "      tokens ^= (round ^ (round + 1)) * (C::kUnroll * 32);\n",
+        "",
+        "every round reads the first",
+        edge(P, 0),
+    ),
+    Mutation(
+        "words not advanced",
+        PREFILL,
+        "make_uint4(w.z, w.w, 0, 0)",
+        "make_uint4(w.x, w.y, 0, 0)",
+        "every round has the first words",
+        edge(P, 0),
+    ),
+    Mutation(
+        "halves of A exchanged",
+        PREFILL,
+        "a[panel][2 * u + half]",
+        "a[panel][2 * half + u]",
+        "registers of the MMA's A operand mixed up",
+        edge(P, 0),
+    ),
+    Mutation(
+        "halves of B exchanged",
+        PREFILL,
+        "T::mma(acc[panel][2 * j], a[panel], b.x, b.y)",
+        "T::mma(acc[panel][2 * j], a[panel], b.y, b.x)",
+        "registers of the MMA's B operand mixed up",
+        edge(P, 0),
+    ),
+    Mutation(
+        "movmatrix dropped",
+        PREFILL,
+        "ptx::movmatrix_trans(packed)",
+        "packed",
+        "two tokens of a row taken for two rows of a token",
+        edge(P, 2),
+    ),
+    Mutation(
+        "rows interleaved otherwise",
+        PREFILL,
+        "2 * kRun * (i / 2) + 2 * b + i % 2",
+        "2 * kRun * (i / 2) + b + kRun * (i % 2)",
+        "neighbours of a lane that are none in memory",
+        edge(P, 0),
+    ),
+    Mutation(
+        "half of the tokens stored",
+        PREFILL,
+        "if (j >= 2 * active) return;",
+        "if (j >= active) return;",
+        "8-token blocks taken for 16-token ones",
+        edge(P, 3),
+    ),
+    Mutation(
+        "active rounded down",
+        PREFILL,
+        "while (16 * active < tile.z)",
+        "while (32 * active <= tile.z)",
+        "tokens past a power of two left out",
+        edge(plain(4, 64, "bf16", 32), 2),
+    ),
+    Mutation(
+        "loop of 32 tokens for 16",
+        PREFILL,
+        "multiply<C::kBlocksM == 1 ? 1 : 2>",
+        "multiply<1>",
+        "a short tile's second half left out",
+        edge(plain(4, 64, "bf16", 64), 6),
+    ),
+    # SwiGLU.
+    Mutation(
+        "gate and up exchanged",
+        PREFILL,
+        "swiglu(value(0, 0), value(1, 0)), swiglu(value(0, 1), value(1, 1))",
+        "swiglu(value(1, 0), value(0, 0)), swiglu(value(1, 1), value(0, 1))",
+        "silu(up) * gate",
+        edge(G, 0),
+    ),
+    Mutation(
+        "silu without its sigmoid",
+        PREFILL,
+        "gate * ptx::rcp_approx(1.0f + ptx::exp2_approx(-1.4426950408889634f * gate)) * up",
+        "gate * up",
+        "a plain product",
+        edge(G, 0),
+    ),
+    Mutation(
+        "exp for exp2",
+        PREFILL,
+        "exp2_approx(-1.4426950408889634f * gate)",
+        "exp2_approx(-gate)",
+        "2^-x for e^-x",
+        edge(G, 0),
+    ),
+    Mutation(
+        "hidden activations not permuted",
+        PREFILL,
+        "C::kGlu ? logical_k(n0 + r % kPanel, p.out_bits) : n0 + r",
+        "C::kGlu ? n0 + r % kPanel : n0 + r",
+        "features in an order that the down projection does not read",
+        edge(G, 0),
+    ),
+    Mutation(
+        "hidden activations permuted for the wrong bits",
+        PREFILL,
+        "logical_k(n0 + r % kPanel, p.out_bits)",
+        "logical_k(n0 + r % kPanel, C::kBits)",
+        "gate and up of other bits than down",
+        given(G, Case(20, 2, 128, 192, 4, Quantization(4, 64), down=Quantization(8, 64))),
+    ),
+    # Routing.
+    Mutation(
+        "barrier of routing removed",
+        ROUTE,
+        "  __syncthreads();\n",
+        "",
+        "sums of warps that have not counted yet",
+        routing(511, 16, "duplicates"),
+    ),
+    Mutation(
+        "warp prefix dropped",
+        ROUTE,
+        "lane < warp ? other : 0",
+        "lane < warp ? 0 * other : 0",
+        "warps write to the same places",
+        routing(511, 16, "duplicates"),
+    ),
+    Mutation(
+        "lane prefix off by one",
+        ROUTE,
+        "(1u << lane) - 1",
+        "(2u << lane) - 1",
+        "a lane counts itself",
+        routing(31, 16, "duplicates"),
+    ),
+    Mutation(
+        "order reversed in a warp",
+        ROUTE,
+        "__popc(votes & ((1u << lane) - 1))",
+        "__popc(votes >> lane) - 1",
+        "a sort that is not stable",
+        routing(31, 16, "duplicates"),
+    ),
+    Mutation(
+        "rows past the end counted",
+        ROUTE,
+        "found[j] >= 0 && found[j] < expert",
+        "found[j] < expert",
+        "offsets too large",
+        routing(31, 16, "duplicates"),
+    ),
+    Mutation(
+        "ids out of range not collected",
+        ROUTE,
+        "static_cast<int>(min(static_cast<u32>(ids[i]), static_cast<u32>(experts)))",
+        "min(ids[i], experts)",
+        "negative ids lost",
+        routing(511, 16, "bad"),
+    ),
+    Mutation(
+        "rest of the segments lost",
+        ROUTE,
+        "(rows + kThreads - 1) / kThreads * 32",
+        "max(rows / kThreads, 1) * 32",
+        "the last rows seen by no warp",
+        routing(513, 16, "duplicates"),
+    ),
+    Mutation(
+        "full tiles rounded up",
+        ROUTE,
+        "full = count / tile_m",
+        "full = (count + tile_m - 1) / tile_m",
+        "a short tile written as full",
+        routing(511, 16, "duplicates"),
+    ),
+    Mutation(
+        "unused slot written as full",
+        ROUTE,
+        "i < full ? tile_m : 0",
+        "tile_m",
+        "rows of two experts in a tile",
+        routing(511, 16, "duplicates"),
+    ),
+    Mutation(
+        "unused slot not written",
+        ROUTE,
+        "slot < (offset + count) / tile_m",
+        "slot < first + full",
+        "a tile that holds what was in memory",
+        routing(511, 16, "duplicates"),
+    ),
+    Mutation(
+        "rest written as full",
+        ROUTE,
+        "count - full * tile_m, 0)",
+        "tile_m, 0)",
+        "rows of the next expert in a short tile",
+        routing(511, 16, "duplicates"),
+    ),
+    Mutation(
+        "rest at the first row",
+        ROUTE,
+        "offset + full * tile_m, count",
+        "offset, count",
+        "rows of a full tile twice, the rest never",
+        routing(511, 16, "duplicates"),
+    ),
+    # The permutation of K, and dequantisation.
+    Mutation(
+        "padding not zeroed",
+        ROUTE,
+        "(hi < k ? static_cast<u32>(in[hi]) << 16 : 0u)",
+        "static_cast<u32>(in[hi]) << 16",
+        "the next row in the padding: harmless to products until it holds a NaN",
+        permutation(4, 160),
+    ),
+    Mutation(
+        "pair exchanged by the permutation",
+        ROUTE,
+        "(lo < k ? in[lo] : 0u) | (hi < k ? static_cast<u32>(in[hi]) << 16 : 0u)",
+        "(hi < k ? in[hi] : 0u) | (lo < k ? static_cast<u32>(in[lo]) << 16 : 0u)",
+        "h exchanged",
+        permutation(4, 128),
+    ),
+    Mutation(
+        "u and h exchanged, 4 bits",
+        QUANT,
+        "2 * (s % 2) + u + 4 * h",
+        "2 * (s % 2) + h + 4 * u",
+        "nibbles in another order than MLX's",
+        edge(P, 0),
+    ),
+    Mutation(
+        "u and h exchanged, 8 bits",
+        QUANT,
+        "4 * s + u + 2 * h",
+        "4 * s + h + 2 * u",
+        "bytes in another order than MLX's",
+        edge(P8, 0),
+    ),
+    Mutation(
+        "nibbles of the wrong step",
+        QUANT,
+        "2 * (s % 2) + u)",
+        "2 * u + s % 2)",
+        "steps and halves exchanged inside a word",
+        edge(P, 0),
+    ),
+    Mutation(
+        "neighbour word",
+        QUANT,
+        "kBits == 4 ? s / 2 : s;",
+        "kBits == 4 ? (s / 2) ^ 1 : s;",
+        "a lane's words exchanged",
+        edge(P, 0),
+    ),
+    Mutation(
+        "bf16 magic number off by one",
+        QUANT,
+        "0x3F803F80u, 0xC300C300u);  // - 128",
+        "0x3F803F80u, 0xC301C301u);",
+        "integers one too small",
+        edge(P, 0),
+    ),
+    Mutation(
+        "fp16 magic number of odd nibbles",
+        QUANT,
+        "0xD400D400u",
+        "0xE400E400u",
+        "1024 taken off where 64 was added",
+        edge(P16, 0),
+    ),
+    Mutation(
+        "int8 high bit ignored in bf16",
+        QUANT,
+        "(~v & 0x00800080u) * 0x86u",
+        "0x00800080u * 0x86u",
+        "weights from 128 on 128 too small",
+        edge(P8, 0),
+    ),
+    Mutation(
+        "bytes of a pair exchanged in fp16",
+        QUANT,
+        "u ? 0x4341u : 0x4240u",
+        "u ? 0x4143u : 0x4042u",
+        "selector that picks h the other way round",
+        edge(P8_16, 0),
+    ),
+    Mutation(
+        "scale and bias exchanged",
+        QUANT,
+        "T::fma2(q, scale2, bias2)",
+        "T::fma2(q, bias2, scale2)",
+        "q * bias + scale",
+        edge(P, 0),
+    ),
+    Mutation(
+        "weights rounded twice",
+        QUANT,
+        "return ptx::fma_bf16x2(a, b, c);",
+        "return ptx::fma_bf16x2(ptx::fma_bf16x2(a, b, 0x80008000u), 0x3F803F80u, c);",
+        "a product rounded before the bias is added",
+        special(checks.one_hot_rows_show_the_weights, P),
+    ),
+]
+
+
+# ---- planting and catching -------------------------------------------------------------------------------------------
+
+
+def plant(mutation: Mutation) -> dict[str, str]:
+    """The kernel sources with one fault. ValueError if the table no longer fits them."""
+    text = jit.sources()[mutation.file]
+    if text.count(mutation.old) != 1:
+        raise ValueError(
+            f"{mutation.name!r}: what it changes occurs {text.count(mutation.old)} times in {mutation.file}"
+        )
+    return {**jit.sources(), mutation.file: text.replace(mutation.old, mutation.new)}
+
+
+def seen_by(variant: Variant, mutation: Mutation | None) -> dict[str, str]:
+    """The sources that a variant is built of: faulty ones only where it includes the faulty file."""
+    return plant(mutation) if mutation and mutation.file in (variant.source, QUANT) else jit.sources()
+
+
+def prepare(mutations: Iterable[Mutation]) -> None:
+    """Builds what the mutations need, with the fault and without, side by side. Raises if a fault does not compile."""
+    wanted = [
+        (variant, seen_by(variant, planted), mutation.sanitize)
+        for mutation in mutations
+        for variant in mutation.probe.variants
+        for planted in (mutation, None)
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda w: build(*w), wanted))
+
+
+def complaint(probe: Probe, sanitize: bool = False, mutation: Mutation | None = None) -> str | None:
+    """What is wrong with the kernels as a probe sees them, None if nothing."""
+    results: list[mx.array] = []
+    for seed, late in RUNS:
+
+        def launch(variant: Variant, *args, seed: int = seed, late: bool = late, **kwargs) -> list[mx.array]:
+            emulator = Emulator(seed, late, sanitize, seen_by(variant, mutation))
+            return emulator.launch(variant, *args, **kwargs)
+
+        try:
+            with mock.patch.object(ops, "launch", launch):
+                result = probe.check()
+        except Fault as fault:
+            return describe(str(fault))
+        except AssertionError:
+            return "wrong result"
+        if result is not None:
+            results.append(array(result))
+            if (results[0] != results[-1]).any():
+                return "results depend on the schedule"
+    return None
+
+
+def describe(fault: str) -> str:
+    """The emulator's or a sanitizer's finding, without where."""
+    for pattern in (r"AddressSanitizer: [\w-]+", r"runtime error: [^\n]*", r"thread \d+: ([^\n]*)"):
+        if found := re.search(pattern, fault):
+            return found[found.lastindex or 0]
+    return "crash"
+
+
+def table(found: dict[str, str | None]) -> str:
+    """Markdown: every fault, where it is shown, what gave it away."""
+    lines = ["| fault | what it models | shown by | given away by |", "|:--|:--|:--|:--|"]
+    for m in MUTATIONS:
+        lines.append(f"| {m.name} | {m.models} | {m.probe.label} | {found[m.name] or '**missed**'} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a fault is missed")
+    parser.add_argument("--only", metavar="NAME", help="one fault; writes nothing")
+    args = parser.parse_args()
+    chosen = [m for m in MUTATIONS if args.only in (None, m.name)]
+    if not chosen:
+        sys.exit(f"error: no fault is called {args.only!r}")
+
+    prepare(chosen)
+    for probe, sanitize in {m.probe.label + str(m.sanitize): (m.probe, m.sanitize) for m in chosen}.values():
+        if wrong := complaint(probe, sanitize):
+            sys.exit(f"error: the kernels as they are: {probe.label}: {wrong}")
+    found: dict[str, str | None] = {}
+    for m in chosen:
+        start = time.perf_counter()
+        found[m.name] = complaint(m.probe, m.sanitize, m)
+        print(f"{time.perf_counter() - start:5.2f} s  {m.name}: {found[m.name] or 'MISSED'}", flush=True)
+    missed = [name for name, how in found.items() if how is None]
+    print(f"{len(found) - len(missed)} of {len(found)} caught")
+    if not (args.check or args.only):
+        page = PAGE.read_text()
+        block = re.compile(r"(?<=<!-- mutations -->\n).*(?=<!-- /mutations -->)", re.S)
+        PAGE.write_text(block.sub(lambda _: table(found) + "\n", page))
+    if missed:
+        sys.exit(f"error: missed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What the kernels have to do, as checks through `ops`: on a GPU, and on the CPU with the emulator's launch."""
+
+import mlx.core as mx
+import numpy as np
+from cases import Case, make_ids, make_weights
+from numerics import array, check, grouped, moe_glu
+
+from mlx_moe_fast import ops, variants
+from mlx_moe_fast.problem import Projection, Quantization
+from mlx_moe_fast.variants import Prefill, Tile
+
+Q4 = Quantization(4, 64)
+
+
+def run_plain(case: Case, tile: Tile | None = None) -> tuple[mx.array, np.ndarray]:
+    """One projection of a case: result and reference."""
+    x, ids, gate, _, _ = case.arrays()
+    out = ops.grouped_qmm(x, ids.flatten(), gate, tile)
+    return out, grouped(array(x).repeat(case.top_k, axis=0), array(ids).flatten(), gate)
+
+
+def run_glu(case: Case, tile: Tile | None = None) -> tuple[mx.array, np.ndarray]:
+    """The whole expert MLP of a case: result and reference."""
+    x, ids, gate, up, down = case.arrays()
+    out = ops.moe_glu(x, ids.flatten(), gate, up, down, tile)
+    return out, moe_glu(array(x).repeat(case.top_k, axis=0), array(ids).flatten(), gate, up, down)
+
+
+def run(case: Case, glu: bool, tile: Tile | None = None) -> mx.array:
+    """Runs and checks a case; returns the result."""
+    out, reference = (run_glu if glu else run_plain)(case, tile)
+    check(out, reference, case.dtype, 3 if glu else 1)
+    return out
+
+
+def routing_is_a_stable_sort(rows: int, tile: Tile, kind: str, experts: int = 67) -> None:
+    """Row ids are a stable sort by expert, ids out of range last; the tiles hold every sorted row once."""
+    ids = make_ids(np.random.default_rng(rows), rows, 1, experts, kind).flatten()
+    routing = ops.route(mx.array(ids), mx.zeros((1, 64), mx.bfloat16), experts, 4, tile)
+    bucket = np.where((ids < 0) | (ids >= experts), experts, ids)
+    order = np.argsort(bucket, kind="stable")
+    np.testing.assert_array_equal(array(routing.row_ids), order)
+    covered: list[int] = []
+    for expert, first, count, _ in array(routing.tiles):
+        assert 0 <= count <= tile.m
+        assert count == 0 or (bucket[order[first : first + count]] == expert).all()
+        covered.extend(range(first, first + count) if count else ())
+    assert sorted(covered) == list(range(rows))
+
+
+def permutation_is_the_formula(bits: int, k: int) -> None:
+    """Permuted activations are `variants.logical_k`, with zeros in the padding."""
+    x = mx.array(np.arange(3 * k, dtype=np.float32).reshape(3, k) % 251).astype(mx.float16)
+    logical = np.array([variants.logical_k(p, bits) for p in range(variants.padded(k, bits))])
+    expected = np.where(logical < k, array(x)[:, np.minimum(logical, k - 1)], 0)
+    np.testing.assert_array_equal(array(ops.permute(x, bits)), expected)
+
+
+def exact_in_integers(variant: Prefill) -> None:
+    """Integer inputs and scales of one: every sum is exact in fp32, so every bit must be right."""
+    q, rng = variant.quantization, np.random.default_rng(1)
+    p = Projection(3, 136, 384, q, variant.dtype)
+    weights = make_weights(rng, p)
+    ones = mx.ones_like(weights.scales)
+    weights = ops.Weights(p, weights.weight & 0x11111111, ones, -ones)  # weights of -1, 0 and, at 8 bits, up to 16
+    x = mx.array(rng.integers(-2, 3, (70, 384)).astype(np.float32)).astype(weights.scales.dtype)
+    ids = make_ids(rng, 70, 1, 3, "duplicates").flatten()
+    reference = mx.array(grouped(array(x), ids, weights)).astype(x.dtype)
+    np.testing.assert_array_equal(array(ops.grouped_qmm(x, mx.array(ids), weights, variant.tile)), array(reference))
+
+
+def bad_values_stay_in_their_row(bad: float, tile: Tile | None = None) -> None:
+    """A NaN or an infinity of one token reaches its own rows and changes no bit of another."""
+    case = Case(70, 2, 256, 128, 4, Q4)
+    x, ids, gate, up, down = case.arrays()
+    clean = array(ops.moe_glu(x, ids.flatten(), gate, up, down, tile))
+    x[5, 17] = bad
+    out = array(ops.moe_glu(x, ids.flatten(), gate, up, down, tile))
+    touched = np.zeros(case.rows, bool)
+    touched[10:12] = True  # both experts of token 5
+    np.testing.assert_array_equal(out[~touched], clean[~touched])
+    assert not np.isfinite(out[touched]).all(axis=1).any()
+
+
+def neighbours_do_not_change_a_row(tile: Tile) -> None:
+    """The bits of a row depend neither on the other rows nor on how many there are."""
+    x, ids, gate, _, _ = Case(300, 1, 512, 128, 2, Q4, ids="one").arrays()
+    full = array(ops.grouped_qmm(x, ids.flatten(), gate, tile))
+    for first, count in ((0, 1), (7, 16), (100, 129), (299, 1)):
+        part = ops.grouped_qmm(x[first : first + count], ids[first : first + count].flatten(), gate, tile)
+        np.testing.assert_array_equal(array(part), full[first : first + count])
+
+
+def one_hot_rows_show_the_weights(variant: Prefill) -> None:
+    """Row k of the identity gives column k of the weights, each rounded once: a layout fault is readable."""
+    q = variant.quantization
+    k = 2 * q.group_size + 64 - 64 % q.group_size if q.group_size <= 64 else 256
+    p = Projection(1, 136, k, q, variant.dtype)
+    weights = make_weights(np.random.default_rng(2), p)
+    x = mx.eye(k).astype(weights.scales.dtype)
+    out = array(ops.grouped_qmm(x, mx.zeros((k,), mx.int32), weights, variant.tile))
+    exact = grouped(np.eye(k, dtype=np.float32), np.zeros(k, np.int32), weights)
+    np.testing.assert_array_equal(out, array(mx.array(exact).astype(x.dtype)))
+
+
+def subnormal_scales_count(variant: Prefill) -> None:
+    """Scales and biases below the smallest normal number are values, not zeros."""
+    p = Projection(1, 64, 2 * variant.quantization.group_size, variant.quantization, variant.dtype)
+    weights = make_weights(np.random.default_rng(3), p)
+    tiny = mx.array(2.0**-130 if variant.dtype == "bf16" else 2.0**-17, mx.float32)
+    scale = (mx.ones_like(weights.scales).astype(mx.float32) * tiny).astype(weights.scales.dtype)
+    top = 2**variant.quantization.bits - 1
+    weights = ops.Weights(p, weights.weight, scale, (-scale.astype(mx.float32) * (top // 2)).astype(scale.dtype))
+    x = mx.full((5, p.k), 2.0**100 if variant.dtype == "bf16" else 256.0, mx.float32).astype(scale.dtype)
+    out = ops.grouped_qmm(x, mx.zeros((5,), mx.int32), weights, variant.tile)
+    reference = grouped(array(x), np.zeros(5, np.int32), weights)
+    assert (reference != 0).any()
+    check(out, reference, variant.dtype, 4)

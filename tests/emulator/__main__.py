@@ -1,0 +1,81 @@
+"""Runs one variant on the shapes around its tile: is it right, and how far is what it does from the least possible?"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import emulator
+import mlx.core as mx
+from cases import Case, around
+from checks import run
+from numerics import array
+
+from mlx_moe_fast import ops, variants
+
+COLUMNS = ("MMAs", "weights", "wavefronts", "sectors")
+
+
+def keeping(runner: emulator.Emulator, folder: Path):
+    """A launch that leaves program, problem and result in a folder of its own, for a debugger."""
+    emulator.OPTIONS[:] = [o for o in emulator.OPTIONS if o not in ("-O1", "-g1")] + ["-O0", "-g"]
+
+    def launch(variant, *arguments, **named):
+        own = folder / f"{len(runner.counters)}-{variant.id}"
+        own.mkdir(parents=True, exist_ok=True)
+        shutil.copy(emulator.build(variant, runner.sources, runner.sanitize), own / "program")
+        print(f"gdb -d tests/emulator -d kernels --args {own}/program {own}/problem {own}/result")
+        with patch.object(tempfile, "TemporaryDirectory", lambda: nullcontext(own)):
+            return runner.launch(variant, *arguments, **named)
+
+    return launch
+
+
+def ratios(c: dict[str, int], case: Case, glu: bool) -> list[tuple[int, float]]:
+    """Counts, and over the least: MMAs of 8 rows, each weight of an expert that has rows dequantised once, no bank
+    conflict, every byte of a sector used."""
+    rows = Counter(i for i in array(case.arrays()[1]).flatten().tolist() if 0 <= i < case.experts)
+    matrix = case.features * case.hidden * (2 if glu else 1)
+    mma = sum(-(-r // 8) * 8 for r in rows.values()) * matrix / (16 * 8 * 16)
+    least = (mma, len(rows) * matrix, c["shared_least"], c["global_least"])
+    counts = (c["mma"], c["fma2"], c["shared_wavefronts"], c["global_sectors"])  # two fma2 make two weights
+    return [(count, count / floor) for count, floor in zip(counts, least, strict=True)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m emulator", description=__doc__)
+    parser.add_argument("variant", help="the id of a prefill variant, or its end: glu_affine4g64_bf16_m64")
+    parser.add_argument("--case", type=int, metavar="N", help="only this one of the shapes")
+    parser.add_argument("--seed", type=int, default=0, help="of the order in which warps and blocks run (0)")
+    parser.add_argument("--eager", action="store_true", help="asynchronous copies land at once, not when waited for")
+    parser.add_argument("--sanitize", action="store_true", help="with g++'s address and undefined-behaviour sanitizers")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave unoptimised programs and their problems here")
+    args = parser.parse_args()
+    found = [v for v in variants.all_variants() if isinstance(v, variants.Prefill) and v.id.endswith(args.variant)]
+    if len(found) != 1:
+        parser.error(f"{args.variant!r} ends the ids of {len(found)} variants: see mlx_moe_fast/variants.py")
+    (variant,) = found
+    cases = list(enumerate(around(variant.tile.m, variant.quantization, variant.dtype)))
+    mx.set_default_device(mx.cpu)
+    runner, failed = emulator.Emulator(args.seed, not args.eager, args.sanitize), False
+    ops.launch = keeping(runner, args.keep) if args.keep else runner.launch
+    print(f"{'count, over the least':58}" + "".join(f"{name:>16}" for name in COLUMNS))
+    for i, case in cases if args.case is None else cases[args.case :][:1]:
+        runner.counters.clear()
+        try:
+            run(case, variant.glu, variant.tile)
+        except AssertionError as error:
+            failed = True
+            print(f"{i} {case}: {error}")
+        else:
+            counted = ratios(dict(runner.counters)[variant.id], case, variant.glu)
+            print(f"{f'{i} {case}':55} ok" + "".join(f"{count:>10} x{ratio:<4.2f}" for count, ratio in counted))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""Every kernel on the CPU: the sources as they are, compiled for the host and run by tests/emulator."""
+
+import importlib
+import json
+import os
+import re
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import Case, around
+from checks import (
+    bad_values_stay_in_their_row,
+    exact_in_integers,
+    neighbours_do_not_change_a_row,
+    one_hot_rows_show_the_weights,
+    permutation_is_the_formula,
+    routing_is_a_stable_sort,
+    run,
+    subnormal_scales_count,
+)
+from emulator import Emulator, Fault, build_all
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numerics import array
+
+from mlx_moe_fast import jit, ops, variants
+from mlx_moe_fast.problem import Quantization
+from mlx_moe_fast.variants import TILES, Prefill
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from record_outputs import CASES, compute, recorded_variants  # noqa: E402
+
+ROUTES = [variants.route(bits) for bits in variants.BITS]
+PREFILLS = [v for v in variants.all_variants() if isinstance(v, Prefill)]
+PLAIN64 = [v for v in PREFILLS if not v.glu and v.quantization.group_size == 64]
+# One of each width, form and tile, the group sizes and dtypes in turn: what the schedule and the sanitizers look at.
+SAMPLE = [
+    v
+    for v in PREFILLS
+    if (v.quantization.group_size, v.dtype)
+    == {16: (32, "bf16"), 32: (64, "fp16"), 64: (128, "bf16"), 128: (64, "bf16")}[v.tile.m]
+]
+
+
+def by_id(variant: Prefill) -> str:
+    return variant.id
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    build_all([*ROUTES, *PREFILLS], jit.sources(), sanitize=False)
+
+
+@pytest.fixture
+def emulator(monkeypatch):
+    emulator = Emulator()
+    monkeypatch.setattr(ops, "launch", emulator.launch)
+    return emulator
+
+
+@pytest.mark.parametrize("variant", PREFILLS, ids=by_id)
+def test_variant(emulator, variant):
+    for case in around(variant.tile.m, variant.quantization, variant.dtype):
+        run(case, variant.glu, variant.tile)
+
+
+@pytest.mark.parametrize("variant", SAMPLE, ids=by_id)
+def test_schedule_and_copies_change_no_bit(monkeypatch, variant):
+    """Warps in another order, blocks too, and asynchronous copies that land at once: a race would show."""
+    for case in around(variant.tile.m, variant.quantization, variant.dtype)[4:8]:
+        results = []
+        for seed, late in ((0, True), (1, True), (2, False), (3, False)):
+            monkeypatch.setattr(ops, "launch", Emulator(seed, late).launch)
+            results.append(array(run(case, variant.glu, variant.tile)))
+        assert all(np.array_equal(results[0], other) for other in results[1:])
+
+
+def test_sanitizers(monkeypatch):
+    """No access outside a buffer, no undefined arithmetic: exact-sized buffers under ASan and UBSan."""
+    build_all([*ROUTES, *SAMPLE], jit.sources(), sanitize=True)
+    monkeypatch.setattr(ops, "launch", Emulator(sanitize=True).launch)
+    for variant in SAMPLE:
+        cases = around(variant.tile.m, variant.quantization, variant.dtype)
+        for case in (cases[2], cases[6]):  # tails in N and K; ids out of range and a bias
+            run(case, variant.glu, variant.tile)
+
+
+@pytest.mark.parametrize("variant", PLAIN64, ids=by_id)
+def test_exact_in_integers(emulator, variant):
+    exact_in_integers(variant)
+
+
+@pytest.mark.parametrize("variant", PLAIN64, ids=by_id)
+def test_one_hot_rows(emulator, variant):
+    one_hot_rows_show_the_weights(variant)
+
+
+@pytest.mark.parametrize("variant", [v for v in PLAIN64 if v.tile.m == 16], ids=by_id)
+def test_subnormal_scales(emulator, variant):
+    subnormal_scales_count(variant)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_bad_values_stay_in_their_row(emulator, bad):
+    bad_values_stay_in_their_row(bad)
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=lambda t: f"m{t.m}")
+def test_neighbours_do_not_change_a_row(emulator, tile):
+    neighbours_do_not_change_a_row(tile)
+
+
+@pytest.mark.parametrize("kind", ["duplicates", "one", "sorted", "bad"])
+@pytest.mark.parametrize("rows", [1, 31, 511, 513, 4096])
+def test_routing(emulator, rows, kind):
+    for tile in TILES.values():
+        routing_is_a_stable_sort(rows, tile, kind, experts=7)
+
+
+@pytest.mark.parametrize("bits", variants.BITS)
+@pytest.mark.parametrize("k", [32, 96, 128, 160, 2880])
+def test_permutation(emulator, bits, k):
+    permutation_is_the_formula(bits, k)
+
+
+@pytest.mark.parametrize("down", [Quantization(8, 64), Quantization(4, 32)], ids=str)
+@pytest.mark.parametrize("first", [Quantization(4, 64), Quantization(8, 64)], ids=str)
+def test_down_projection_with_other_bits(emulator, first, down):
+    for features in (64, 192):
+        run(Case(20, 2, 128, features, 4, first, down=down), glu=True)
+
+
+# ---- the emulator against hardware -----------------------------------------------------------------------------------
+
+
+def ordered(bits: np.ndarray) -> np.ndarray:
+    """16-bit floats as integers in the order of their values, so that a difference counts steps."""
+    return np.where(bits & 0x8000, -(bits & 0x7FFF).astype(np.int32), bits.astype(np.int32))
+
+
+@pytest.mark.parametrize("variant", recorded_variants(), ids=by_id)
+def test_outputs_are_those_of_an_h200(emulator, variant):
+    """Hardware rounds inside an MMA in its own way, so a 16-bit result may be off by a few steps, and few are."""
+    recorded = np.load(ROOT / "tests" / "data" / "h200.npz")
+    routes = json.loads(str(recorded["routes"]))
+    for i in CASES:
+        case = around(variant.tile.m, variant.quantization, variant.dtype)[i]
+        out, route = compute(variant, case)
+        steps = np.abs(ordered(out) - ordered(recorded[f"{variant.id}/{i}"]))
+        assert steps.max() <= 3 and (steps > 0).mean() <= 0.02
+        assert route == routes.get(f"{variant.id}/{i}/route", route)
+
+
+# ---- problems that nobody thought of ---------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw) -> Case:
+    quantization = Quantization(draw(st.sampled_from(variants.BITS)), draw(st.sampled_from(variants.GROUP_SIZES)))
+    group = quantization.group_size
+    experts = draw(st.integers(1, 9))
+    return Case(
+        draw(st.integers(1, 70)),
+        draw(st.integers(1, 3)),
+        group * draw(st.integers(1, 320 // group)),
+        group * draw(st.integers(1, 320 // group)),
+        experts,
+        quantization,
+        draw(st.sampled_from(variants.DTYPES)),
+        draw(st.booleans()),
+        draw(st.sampled_from(["duplicates", "one", "sorted", "bad"])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def run_both(case: Case) -> None:
+    """A case as its shape is dispatched; a failure names the command that repeats it."""
+    try:
+        run(case, glu=False)
+        run(case, glu=True)
+    except AssertionError as error:
+        problem = json.dumps(asdict(case))
+        raise AssertionError(
+            f"{error}\nrepeat: CASE='{problem}' python -m pytest tests/test_emulator.py -k a_given_case"
+        ) from error
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=problems())
+def test_any_problem(case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "launch", Emulator().launch)
+        run_both(case)
+
+
+def test_a_given_case(emulator):
+    """The problem in the variable CASE, as a failure prints it."""
+    given_case = json.loads(os.environ.get("CASE", "null")) or asdict(Case(5, 2, 64, 64, 3, Quantization(4, 64)))
+    quantizations = {
+        name: q and Quantization(**q) for name, q in given_case.items() if name in ("quantization", "down")
+    }
+    run_both(replace(Case(**{**given_case, **quantizations})))
+
+
+def test_counters_of_the_page():
+    kernel_counters = importlib.import_module("kernel_counters")
+    page = kernel_counters.PAGE.read_text()
+    assert kernel_counters.BLOCK.search(page) and kernel_counters.table() in page
+
+
+# ---- the emulator itself ---------------------------------------------------------------------------------------------
+
+
+def test_host_and_device_wrappers_are_the_same():
+    """Every wrapper of kernels/ptx.cuh has its host twin, with the same result and arguments."""
+
+    def signatures(path: Path) -> set[str]:
+        found = re.findall(r"^(DEVICE [^;{]*?\))\s*\{", path.read_text(), re.M | re.S)
+        return {re.sub(r"\s+", " ", s) for s in found}
+
+    device, host = signatures(ROOT / "kernels" / "ptx.cuh"), signatures(ROOT / "tests" / "emulator" / "ptx.cuh")
+    assert len(device) > 20 and device <= host
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A small kernel with a fault in it; stands where a variant does."""
+
+    body: str
+    threads: int = 64
+    shared_bytes: int = 1024
+    id: str = "sketch"
+    source: str = "sketch.cu"
+
+    @property
+    def defines(self) -> dict[str, str]:
+        return {"MOE_ENTRY": self.id}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        head = '#include "ptx.cuh"\nextern "C" __global__ void MOE_ENTRY(const u16* in, u16* out, int n) {\n'
+        start = "  const u32 t = threadIdx.x;\n  (void)in, (void)out, (void)n, (void)t;\n"
+        return {self.source: head + start + self.body + "\n}\n"}
+
+
+FAULTS = {
+    "a read past the end of a buffer": ("out[t] = in[n + t];", "heap-buffer-overflow"),
+    "a write before the start": ("if (t == 0) out[-1] = 1;", "heap-buffer-overflow"),
+    "a write past the end": ("if (t == 0) out[n] = 1;", "heap-buffer-overflow"),
+    "overflow of an offset": ("out[t] = static_cast<u16>((n << 24) * (n + 1) / 3);", "signed integer overflow"),
+    "shared memory never written": (
+        "out[t] = ptx::lds32(t * 4);",
+        "were never written|was never written|never written",
+    ),
+    "shared memory past the end": ("ptx::sts32(1024 + t * 4, 1);", "shared memory ends at 1024"),
+    "misaligned shared memory": ("ptx::sts64(4, make_uint2(1, 2));", "misaligned"),
+    "misaligned copy": ("ptx::cp_async16(0, in + 1);", "misaligned"),
+    "a barrier that not all reach": (
+        "if (t < 32) ptx::movmatrix_trans(t); else if (t < 40) ptx::movmatrix_trans(t);",
+        "never come",
+    ),
+    "lanes in different operations": (
+        "if (t % 2) ptx::movmatrix_trans(t); else __ballot_sync(0xFFFFFFFFu, true);",
+        "while other lanes are at",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name):
+    body, message = FAULTS[name]
+    sketch = Sketch(body)
+    emulator = Emulator(sanitize=True, sources=sketch.sources)
+    data = ops.mx.zeros((64,), ops.mx.bfloat16)
+    with pytest.raises(Fault, match=message) as raised:
+        emulator.launch(sketch, [data], [((64,), ops.mx.bfloat16)], [64], blocks=1)
+    assert re.search(r"sketch: block 0, thread \d+", str(raised.value))
+
+
+RACES = {
+    # Each thread reads what a thread of the other warp has written.
+    "a missing barrier": "ptx::sts32(t * 4, t);\n{}out[t] = static_cast<u16>(ptx::lds32((t ^ 32) * 4));",
+    # A copy is there when the wait for it has returned, and for others after a barrier besides.
+    "a missing wait": (
+        "ptx::sts32(512 + t * 4, 0); __syncthreads();\n"
+        "if (t < 8) ptx::cp_async16(512 + t * 16, in + t * 8);\nptx::cp_async_commit();\n"
+        "{}out[t] = static_cast<u16>(ptx::lds32(512 + t / 2 * 4) >> (t % 2 * 16));"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_races_change_results(name):
+    """With its barrier or wait a sketch gives the same bits whatever the schedule; without, it does not."""
+    data = ops.mx.array(np.arange(1, 65, dtype=np.float32)).astype(ops.mx.bfloat16)
+    guard = {"a missing barrier": "__syncthreads();\n", "a missing wait": "ptx::cp_async_wait<0>(); __syncthreads();\n"}
+
+    def outcomes(body: str) -> set[str]:
+        sketch, found = Sketch(body), set()
+        build_all([sketch], sketch.sources, sanitize=False)
+        for seed in range(6):
+            for late in (True, False):
+                try:
+                    emulator = Emulator(seed, late, sources=sketch.sources)
+                    (out,) = emulator.launch(sketch, [data], [((64,), ops.mx.bfloat16)], [64], blocks=1)
+                    found.add(array(out).tobytes().hex())
+                except Fault as fault:
+                    found.add(str(fault))
+        return found
+
+    right = outcomes(RACES[name].format(guard[name]))
+    assert len(right) == 1 and "sketch" not in next(iter(right))
+    assert len(outcomes(RACES[name].format("")) | right) > 1
