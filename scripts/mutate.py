@@ -70,7 +70,8 @@ def edge(variant: Prefill, i: int) -> Probe:
 
 def given(variant: Prefill, case: Case) -> Probe:
     """Any case against the reference."""
-    label = f"{'GLU' if variant.glu else 'plain'}, tile {variant.tile.m}, {case}"
+    tile = f"tile {variant.tile.m}" + ("" if variant.tile in TILES.values() else f" of {variant.tile.stages} stages")
+    label = f"{'GLU' if variant.glu else 'plain'}, {tile}, {case}"
     return Probe(label, launched(variant, case.down), partial(checks.run, case, variant.glu, variant.tile))
 
 
@@ -282,7 +283,8 @@ MUTATIONS = [
         "token >= tile.z || column >= width",
         "token >= tile.z || column > width",
         "the first features of the next row overwritten",
-        edge(P, 7),
+        edge(P, 2),
+        sanitize=True,
     ),
     Mutation(
         "rows of the store off by one",
@@ -376,6 +378,14 @@ MUTATIONS = [
         edge(P, 4),
     ),
     Mutation(
+        "has_bias ignored",
+        PREFILL,
+        "!p.has_bias || row >= p.n",
+        "row >= p.n",
+        "something else added where there is no bias",
+        edge(P, 0),
+    ),
+    Mutation(
         "bias of the gate for both",
         PREFILL,
         "C::kGlu && panel == 1 ? p.bias_up : p.bias",
@@ -406,6 +416,22 @@ MUTATIONS = [
         "store_scales(kb & 1,",
         "the other slot of the double buffer",
         edge(P, 2),
+    ),
+    Mutation(
+        "subnormal scales flushed",
+        PREFILL,
+        "make_uint2(scale[g] * 0x10001u,",
+        "make_uint2((scale[g] & 0x7F80 ? scale[g] : 0) * 0x10001u,",
+        "scales below the smallest normal number taken for zero",
+        special(checks.subnormal_scales_count, P),
+    ),
+    Mutation(
+        "scales of up one row late",
+        PREFILL,
+        "threadIdx.x >= kPanel",
+        "threadIdx.x > kPanel",
+        "the first row of up has the scales of gate",
+        edge(G, 0),
     ),
     Mutation(
         "scale not doubled",
@@ -548,6 +574,22 @@ MUTATIONS = [
         "a short tile's second half left out",
         edge(plain(4, 64, "bf16", 64), 6),
     ),
+    Mutation(
+        "loop of 64 tokens for 32",
+        PREFILL,
+        "C::kBlocksM == 1 ? 1 : C::kBlocksM / 2>",
+        "C::kBlocksM / 4>",
+        "a short tile's second half left out",
+        edge(plain(4, 64, "bf16", 128), 7),
+    ),
+    Mutation(
+        "half of the tokens copied",
+        PREFILL,
+        "if (i * C::kRowStep >= tokens) return;",
+        "if (2 * i * C::kRowStep >= tokens) return;",
+        "a stage multiplied that was filled in part",
+        edge(plain(4, 64, "bf16", 64), 2),
+    ),
     # SwiGLU.
     Mutation(
         "gate and up exchanged",
@@ -629,6 +671,7 @@ MUTATIONS = [
         "found[j] < expert",
         "offsets too large",
         routing(31, 16, "duplicates"),
+        sanitize=True,
     ),
     Mutation(
         "ids out of range not collected",
@@ -687,6 +730,15 @@ MUTATIONS = [
         routing(511, 16, "duplicates"),
     ),
     # The permutation of K, and dequantisation.
+    Mutation(
+        "permuted rows off by one",
+        ROUTE,
+        "if (row >= x_rows)",
+        "if (row > x_rows)",
+        "a row past the last",
+        permutation(4, 160),
+        sanitize=True,
+    ),
     Mutation(
         "padding not zeroed",
         ROUTE,

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
-import emulator
 import mlx.core as mx
 from cases import Case, around
 from checks import run
@@ -17,17 +16,17 @@ from numerics import array
 
 from mlx_moe_fast import ops, variants
 
-COLUMNS = ("MMAs", "weights", "wavefronts", "sectors")
+from . import OPTIONS, Emulator, build
 
 
-def keeping(runner: emulator.Emulator, folder: Path):
+def keeping(runner: Emulator, folder: Path):
     """A launch that leaves program, problem and result in a folder of its own, for a debugger."""
-    emulator.OPTIONS[:] = [o for o in emulator.OPTIONS if o not in ("-O1", "-g1")] + ["-O0", "-g"]
+    OPTIONS[:] = [o for o in OPTIONS if o not in ("-O1", "-g1")] + ["-O0", "-g"]
 
     def launch(variant, *arguments, **named):
         own = folder / f"{len(runner.counters)}-{variant.id}"
         own.mkdir(parents=True, exist_ok=True)
-        shutil.copy(emulator.build(variant, runner.sources, runner.sanitize), own / "program")
+        shutil.copy(build(variant, runner.sources, runner.sanitize), own / "program")
         print(f"gdb -d tests/emulator -d kernels --args {own}/program {own}/problem {own}/result")
         with patch.object(tempfile, "TemporaryDirectory", lambda: nullcontext(own)):
             return runner.launch(variant, *arguments, **named)
@@ -61,9 +60,9 @@ def main() -> int:
     (variant,) = found
     cases = list(enumerate(around(variant.tile.m, variant.quantization, variant.dtype)))
     mx.set_default_device(mx.cpu)
-    runner, failed = emulator.Emulator(args.seed, not args.eager, args.sanitize), False
+    runner, failed = Emulator(args.seed, not args.eager, args.sanitize), False
     ops.launch = keeping(runner, args.keep) if args.keep else runner.launch
-    print(f"{'count, over the least':58}" + "".join(f"{name:>16}" for name in COLUMNS))
+    print(f"{'count, over the least':58}{'MMAs':>16}{'weights':>16}{'wavefronts':>16}{'sectors':>16}")
     for i, case in cases if args.case is None else cases[args.case :][:1]:
         runner.counters.clear()
         try:

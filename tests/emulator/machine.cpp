@@ -113,9 +113,42 @@ emu_switch:
   pop %rbp
   ret
 )");
-constexpr int kSavedWords = 6;
+constexpr int kSavedWords = 8, kReturnWord = 6;  // the last one keeps the stack as aligned as a call would
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.globl emu_switch
+emu_switch:
+  sub sp, sp, #160
+  stp x19, x20, [sp]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+)");
+constexpr int kSavedWords = 20, kReturnWord = 11;
 #else
-#error "emu_switch is written for x86-64; add this machine's callee-saved registers"
+#error "emu_switch needs this machine's callee-saved registers"
 #endif
 
 void yield() {
@@ -191,10 +224,10 @@ void run_block() {
   for (Thread& t : threads) {
     t.state = State::kReady;
     t.groups.assign(1, {});
-    auto* top = reinterpret_cast<void**>(t.stack + kStack);
-    *--top = nullptr;  // keeps the stack as aligned as a call would
-    *--top = reinterpret_cast<void*>(thread_main);
-    t.stack_pointer = top - kSavedWords;
+    auto* frame = reinterpret_cast<void**>(t.stack + kStack) - kSavedWords;
+    std::fill(frame, frame + kSavedWords, nullptr);
+    frame[kReturnWord] = reinterpret_cast<void*>(thread_main);
+    t.stack_pointer = frame;
   }
   std::vector<unsigned> ready;
   while (true) {
