@@ -131,6 +131,16 @@ BARRIER = (
 )
 READ = "        q = load_quantized(read + lane_weights, lane_scales + (kb & 1) * C::kScaleBytes);\n"
 
+SLOTS = """\
+  static constexpr int kScalePitch = (kTileN + 2) * 8, kScaleBytes = kGroups * kScalePitch;
+  static constexpr int kWeightBytes = kTileN * KBlock<kBits>::kBytes, kTokenPitch = kTileK * 2;
+  static constexpr int kRowStep = kThreads * 16 / kTokenPitch;  // tokens that the block copies at once
+  static constexpr int kRowsPerThread = kTileM / kRowStep;
+  static constexpr int kStageBytes = kWeightBytes + kTileM * kTokenPitch;
+  static constexpr int kScaleOffset = kStages * kStageBytes;
+  static constexpr int kRowOffset = kScaleOffset + 2 * kScaleBytes;
+"""
+
 MUTATIONS = [
     # The pipeline.
     Mutation(
@@ -229,6 +239,16 @@ MUTATIONS = [
         "w += 64, w_up += 64, bytes",
         "w += 64, bytes",
         "the up panel stays at its first K block",
+        edge(G, 2),
+    ),
+    Mutation(
+        "one slot of scales",
+        PREFILL,
+        SLOTS,
+        SLOTS.replace("kScaleBytes = kGroups * kScalePitch", "kScaleBytes = 0").replace(
+            "2 * kScaleBytes", "2 * kGroups * kScalePitch"
+        ),
+        "scales overwritten while other warps still read them",
         edge(G, 2),
     ),
     # Tails.
@@ -482,6 +502,14 @@ MUTATIONS = [
         "a loading thread's rows mixed up",
         edge(P, 2),
     ),
+    Mutation(
+        "rounded before the bias",
+        PREFILL,
+        "return acc[panel][j][b % 2 * 2 + c] + bias[panel][b % 2];",
+        "return T::to_float(static_cast<u16>(T::pack(acc[panel][j][b % 2 * 2 + c], 0.0f))) + bias[panel][b % 2];",
+        "a sum rounded twice",
+        special(checks.exact_in_integers, P),
+    ),
     # Fragments.
     Mutation(
         "swizzle dropped by the writer",
@@ -631,6 +659,15 @@ MUTATIONS = [
         "gate and up of other bits than down",
         given(G, Case(20, 2, 128, 192, 4, Quantization(4, 64), down=Quantization(8, 64))),
     ),
+    Mutation(
+        "sigmoid that overflows",
+        PREFILL,
+        "return gate * ptx::rcp_approx(1.0f + ptx::exp2_approx(-1.4426950408889634f * gate)) * up;",
+        "const float e = ptx::exp2_approx(1.4426950408889634f * gate);\n"
+        "  return gate * (e * ptx::rcp_approx(1.0f + e)) * up;",
+        "e^x / (1 + e^x), which is NaN for large gates",
+        special(checks.large_gates_saturate, G),
+    ),
     # Routing.
     Mutation(
         "barrier of routing removed",
@@ -690,6 +727,22 @@ MUTATIONS = [
         routing(513, 16, "duplicates"),
     ),
     Mutation(
+        "second batch of ids at the first place",
+        ROUTE,
+        "= i + 32 * j + lane;",
+        "= begin + 32 * j + lane;",
+        "rows beyond a warp's first 256 ids lost",
+        routing(9000, 16, "duplicates"),
+    ),
+    Mutation(
+        "only the first 512 tiles",
+        ROUTE,
+        "slot += kThreads)",
+        "slot += 1 << 20)",
+        "full tiles of a large expert never written",
+        routing(9000, 16, "one"),
+    ),
+    Mutation(
         "full tiles rounded up",
         ROUTE,
         "full = count / tile_m",
@@ -746,6 +799,14 @@ MUTATIONS = [
         "static_cast<u32>(in[hi]) << 16",
         "the next row in the padding: harmless to products until it holds a NaN",
         permutation(4, 160),
+    ),
+    Mutation(
+        "padding with the next row's NaN",
+        ROUTE,
+        "(lo < k ? in[lo] : 0u)",
+        "in[lo]",
+        "a NaN that leaks into the token before",
+        nan_in_a_row(),
     ),
     Mutation(
         "pair exchanged by the permutation",

@@ -57,29 +57,45 @@ def permutation_is_the_formula(bits: int, k: int) -> None:
 
 
 def exact_in_integers(variant: Prefill) -> None:
-    """Integer inputs and scales of one: every sum is exact in fp32, so every bit must be right."""
+    """Integer inputs and bias, scales of one: every sum is exact in fp32, so every bit must be right. Sums are larger
+    than 16 bits hold, so that a rounding before the bias would show."""
     q, rng = variant.quantization, np.random.default_rng(1)
-    p = Projection(3, 136, 384, q, variant.dtype)
+    p = Projection(3, 136, 384, q, variant.dtype, has_bias=True)
     weights = make_weights(rng, p)
     ones = mx.ones_like(weights.scales)
-    weights = ops.Weights(p, weights.weight & 0x11111111, ones, -ones)  # weights of -1, 0 and, at 8 bits, up to 16
-    x = mx.array(rng.integers(-2, 3, (70, 384)).astype(np.float32)).astype(weights.scales.dtype)
+    bias = mx.array(rng.integers(-99, 100, (3, 136)).astype(np.float32)).astype(ones.dtype)
+    weights = ops.Weights(p, weights.weight & 0x11111111, ones, -ones, bias)  # weights of -1, 0 and, at 8 bits, to 16
+    top = 100 if q.bits == 4 else 10
+    x = mx.array(rng.integers(-top, top + 1, (70, 384)).astype(np.float32)).astype(weights.scales.dtype)
     ids = make_ids(rng, 70, 1, 3, "duplicates").flatten()
     reference = mx.array(grouped(array(x), ids, weights)).astype(x.dtype)
     np.testing.assert_array_equal(array(ops.grouped_qmm(x, mx.array(ids), weights, variant.tile)), array(reference))
 
 
 def bad_values_stay_in_their_row(bad: float, tile: Tile | None = None) -> None:
-    """A NaN or an infinity of one token reaches its own rows and changes no bit of another."""
-    case = Case(70, 2, 256, 128, 4, Q4)
+    """A NaN or an infinity of one token reaches its own rows and changes no bit of another, nor does a token of them,
+    which lies beside the padding of the token before."""
+    case = Case(70, 2, 192, 192, 4, Q4)
     x, ids, gate, up, down = case.arrays()
     clean = array(ops.moe_glu(x, ids.flatten(), gate, up, down, tile))
-    x[5, 17] = bad
-    out = array(ops.moe_glu(x, ids.flatten(), gate, up, down, tile))
-    touched = np.zeros(case.rows, bool)
-    touched[10:12] = True  # both experts of token 5
-    np.testing.assert_array_equal(out[~touched], clean[~touched])
-    assert not np.isfinite(out[touched]).all(axis=1).any()
+    for where in (17, slice(None)):
+        x[5, where] = bad
+        out = array(ops.moe_glu(x, ids.flatten(), gate, up, down, tile))
+        touched = np.zeros(case.rows, bool)
+        touched[10:12] = True  # both experts of token 5
+        np.testing.assert_array_equal(out[~touched], clean[~touched])
+        assert not np.isfinite(out[touched]).all(axis=1).any()
+
+
+def large_gates_saturate(variant: Prefill) -> None:
+    """Gates far beyond where e^x overflows give silu's limits, 0 and x."""
+    case = Case(15, 1, 384, 256, 1, variant.quantization, variant.dtype)
+    x, ids, gate, up, down = case.arrays()
+    loud = ops.Weights(gate.projection, gate.weight, gate.scales * 64, gate.biases * 64)
+    rows, flat = array(x), array(ids).flatten()
+    assert np.abs(grouped(rows, flat, loud)).max() > 100
+    out = ops.moe_glu(x, ids.flatten(), loud, up, down, variant.tile)
+    check(out, moe_glu(rows, flat, loud, up, down), variant.dtype, 3)
 
 
 def neighbours_do_not_change_a_row(tile: Tile) -> None:

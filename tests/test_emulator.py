@@ -14,6 +14,7 @@ from cases import Case, around
 from checks import (
     bad_values_stay_in_their_row,
     exact_in_integers,
+    large_gates_saturate,
     neighbours_do_not_change_a_row,
     one_hot_rows_show_the_weights,
     permutation_is_the_formula,
@@ -105,6 +106,11 @@ def test_subnormal_scales(emulator, variant):
     subnormal_scales_count(variant)
 
 
+@pytest.mark.parametrize("variant", [v for v in PREFILLS if v.glu and v.tile.m == 16], ids=by_id)
+def test_large_gates(emulator, variant):
+    large_gates_saturate(variant)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_bad_values_stay_in_their_row(emulator, bad):
     bad_values_stay_in_their_row(bad)
@@ -116,7 +122,7 @@ def test_neighbours_do_not_change_a_row(emulator, tile):
 
 
 @pytest.mark.parametrize("kind", ["duplicates", "one", "sorted", "bad"])
-@pytest.mark.parametrize("rows", [1, 31, 511, 513, 4096])
+@pytest.mark.parametrize("rows", [1, 31, 511, 513, 4096, 9000])  # 9000: more ids a warp, and tiles, than one batch
 def test_routing(emulator, rows, kind):
     for tile in TILES.values():
         routing_is_a_stable_sort(rows, tile, kind, experts=7)
@@ -153,7 +159,8 @@ def test_outputs_are_those_of_an_h200(emulator, variant):
         out, route = compute(variant, case)
         steps = np.abs(ordered(out) - ordered(recorded[f"{variant.id}/{i}"]))
         assert steps.max() <= 3 and (steps > 0).mean() <= 0.02
-        assert route == routes.get(f"{variant.id}/{i}/route", route)
+        if f"{variant.id}/{i}/route" in routes:
+            assert route == routes[f"{variant.id}/{i}/route"]
 
 
 # ---- problems that nobody thought of ---------------------------------------------------------------------------------

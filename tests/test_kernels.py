@@ -8,6 +8,7 @@ from checks import (
     Q4,
     bad_values_stay_in_their_row,
     exact_in_integers,
+    large_gates_saturate,
     neighbours_do_not_change_a_row,
     one_hot_rows_show_the_weights,
     permutation_is_the_formula,
@@ -97,6 +98,11 @@ def test_one_hot_rows(variant):
 @pytest.mark.parametrize("variant", PLAIN64, ids=lambda v: v.id)
 def test_subnormal_scales(variant):
     subnormal_scales_count(variant)
+
+
+@pytest.mark.parametrize("variant", [v for v in PREFILLS if v.glu], ids=lambda v: v.id)
+def test_large_gates(variant):
+    large_gates_saturate(variant)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

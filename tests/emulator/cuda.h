@@ -16,7 +16,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ thread_local  // of the one OS thread: common to all fibers, at block scope as well
 
-struct uint2 {
+struct alignas(8) uint2 {
   unsigned x, y;
 };
 struct uint3 {
