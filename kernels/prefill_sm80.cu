@@ -105,7 +105,7 @@ struct Block {
   DEVICE void fill_row_table() const {
     for (int i = threadIdx.x; i < C::kTileM; i += kThreads) {
       const int row = tile.y + min(i % C::kRowsPerThread * C::kRowStep + i / C::kRowsPerThread, tile.z - 1);
-      ptx::sts32(smem + C::kRowOffset + i * 4, p.x_div ? p.row_ids[row] / p.x_div : row);
+      ptx::sts32(smem + C::kRowOffset + i * 4, p.x_div ? ptx::load(p.row_ids + row) / p.x_div : row);
     }
   }
 
@@ -247,12 +247,12 @@ struct Block {
       }
       const int token = 8 * j + lane / 4, sorted = tile.y + token;
       if (token >= tile.z || column >= width) continue;
-      const i64 row = !C::kGlu && p.scatter ? p.row_ids[sorted] : sorted;
+      const i64 row = !C::kGlu && p.scatter ? ptx::load(p.row_ids + sorted) : sorted;
       u16* out = p.out + row * width + column;
       if constexpr (C::kGlu) {
-        *reinterpret_cast<uint2*>(out) = make_uint2(pairs[0], pairs[1]);
+        ptx::store(reinterpret_cast<uint2*>(out), make_uint2(pairs[0], pairs[1]));
       } else {
-        *reinterpret_cast<uint4*>(out) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        ptx::store(reinterpret_cast<uint4*>(out), make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
       }
     }
   }
@@ -323,8 +323,9 @@ struct Block {
     if constexpr (!C::kGlu) {
       for (int i = threadIdx.x; i < tile.z * (kTileN / 8); i += kThreads) {
         const int column = n0 + i % (kTileN / 8) * 8, sorted = tile.y + i / (kTileN / 8);
-        const i64 row = p.scatter ? p.row_ids[sorted] : sorted;
-        if (column < p.n) *reinterpret_cast<uint4*>(p.out + row * p.n + column) = make_uint4(0, 0, 0, 0);
+        if (column >= p.n) continue;
+        const i64 row = p.scatter ? ptx::load(p.row_ids + sorted) : sorted;
+        ptx::store(reinterpret_cast<uint4*>(p.out + row * p.n + column), make_uint4(0, 0, 0, 0));
       }
     }
   }
@@ -334,7 +335,7 @@ template <class C>
 DEVICE void prefill(const Problem& p, const void* shared) {
   constexpr int kColumns = C::kGlu ? kPanel : kTileN;
   const int n_blocks = ((C::kGlu ? p.out_width : p.n) + kColumns - 1) / kColumns;
-  const int4 tile = p.tiles[blockIdx.x / n_blocks];
+  const int4 tile = ptx::load(p.tiles + blockIdx.x / n_blocks);
   if (tile.z == 0) return;
   const Block<C> block{p,
                        tile,

@@ -1,5 +1,5 @@
-// One wrapper per instruction. Kernels use no other inline assembly and reach shared memory only through
-// these, so that a host build can give every one of them a second definition.
+// One wrapper per instruction. Kernels use no other inline assembly and reach memory only through these, so that a
+// host build can give every one of them a second definition.
 #pragma once
 
 #define DEVICE __device__ __forceinline__
@@ -15,6 +15,17 @@ namespace ptx {
 using Smem = u32;
 
 DEVICE Smem smem_address(const void* generic) { return static_cast<Smem>(__cvta_generic_to_shared(generic)); }
+
+// Global memory: plain accesses, which the compiler may move and merge.
+template <class T>
+DEVICE T load(const T* p) {
+  return *p;
+}
+
+template <class T>
+DEVICE void store(T* p, const T& v) {
+  *p = v;
+}
 
 DEVICE u32 lds32(Smem a) {
   u32 v;
@@ -40,6 +51,10 @@ DEVICE void sts64(Smem a, uint2 v) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory");
 }
 
+DEVICE void sts128(Smem a, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // Read-only 16-bit load: scales and biases, whose rows have no larger alignment.
 DEVICE u16 ldg16(const u16* p) {
   u16 v;
@@ -59,6 +74,11 @@ template <int kPending>
 DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+
+// Barrier `id` of the block, of `threads` threads in whole warps; `bar_arrive` does not wait.
+DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+DEVICE void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE uint4 ldmatrix_x4(Smem row) {

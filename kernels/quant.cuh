@@ -34,6 +34,10 @@ DEVICE int logical_k(u32 p) {
 DEVICE int logical_k(u32 p, int bits) { return bits == 4 ? logical_k<4>(p) : logical_k<8>(p); }
 
 struct Bf16 {
+  static DEVICE u32 ones() { return 0x3F803F80u; }
+  template <int kBits>
+  static constexpr float kOffset = kBits == 4 ? 128.0f : 0.0f;  // what `offset_pair` adds
+
   static DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { ptx::mma_bf16(d, a, b0, b1); }
   static DEVICE u32 fma2(u32 a, u32 b, u32 c) { return ptx::fma_bf16x2(a, b, c); }
   static DEVICE u32 pack(float lo, float hi) { return ptx::pack_bf16x2(lo, hi); }
@@ -50,9 +54,20 @@ struct Bf16 {
     const u32 excess = (~v & 0x00800080u) * 0x86u;  // bf16 128 where bit 7 is clear, else 0
     return fma2(excess, 0xBF80BF80u, biased);
   }
+
+  // The pair of int4_pair or int8_pair plus kOffset, with fewer instructions.
+  template <int kBits>
+  static DEVICE u32 offset_pair(u32 word, int i) {
+    if constexpr (kBits == 4) return ptx::and_or(word >> (4 * i), 0x000F000Fu, 0x43004300u);
+    return int8_pair(word, i);
+  }
 };
 
 struct Fp16 {
+  static DEVICE u32 ones() { return 0x3C003C00u; }
+  template <int kBits>
+  static constexpr float kOffset = 1024.0f;
+
   static DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { ptx::mma_fp16(d, a, b0, b1); }
   static DEVICE u32 fma2(u32 a, u32 b, u32 c) { return ptx::fma_fp16x2(a, b, c); }
   static DEVICE u32 pack(float lo, float hi) { return ptx::pack_fp16x2(lo, hi); }
@@ -64,9 +79,12 @@ struct Fp16 {
     if (r & 1) return fma2(ptx::and_or(v, 0x00F000F0u, 0x64006400u), 0x2C002C00u, 0xD400D400u);  // / 16 - 64
     return fma2(ptx::and_or(v, 0x000F000Fu, 0x64006400u), 0x3C003C00u, 0xE400E400u);             // - 1024
   }
-  static DEVICE u32 int8_pair(u32 word, int u) {
-    const u32 biased = ptx::prmt(word, 0x64646464u, u ? 0x4341u : 0x4240u);
-    return fma2(biased, 0x3C003C00u, 0xE400E400u);
+  static DEVICE u32 int8_pair(u32 word, int u) { return fma2(offset_pair<8>(word, u), 0x3C003C00u, 0xE400E400u); }
+
+  template <int kBits>
+  static DEVICE u32 offset_pair(u32 word, int i) {
+    if constexpr (kBits == 4) return ptx::and_or(word >> (4 * i), 0x000F000Fu, 0x64006400u);
+    return ptx::prmt(word, 0x64646464u, i ? 0x4341u : 0x4240u);
   }
 };
 

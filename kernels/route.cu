@@ -15,6 +15,7 @@
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBatch = 8;  // ids a lane has under way
+static_assert(kWarps * 8 == MOE_SHARED_BYTES, "the launcher and the kernel agree on shared memory");
 
 DEVICE int warp_sum(int v) {
   for (int i = 16; i > 0; i /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, i);
@@ -26,42 +27,41 @@ DEVICE void load_experts(const int* ids, int begin, int end, int experts, int (&
 #pragma unroll
   for (int j = 0; j < kBatch; ++j) {
     const int i = begin + 32 * j + static_cast<int>(threadIdx.x % 32);
-    found[j] = i < end ? static_cast<int>(min(static_cast<u32>(ids[i]), static_cast<u32>(experts))) : -1;
+    found[j] = i < end ? static_cast<int>(min(static_cast<u32>(ptx::load(ids + i)), static_cast<u32>(experts))) : -1;
   }
 }
 
-DEVICE void route_expert(const int* ids, int* row_ids, int4* tiles, int rows, int experts, int tile_m) {
-  __shared__ int below[kWarps], equal[kWarps];
+DEVICE void route_expert(const int* ids, int* row_ids, int4* tiles, int rows, int experts, int tile_m, ptx::Smem sums) {
   const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int segment = (rows + kThreads - 1) / kThreads * 32;  // ids a warp scans, in order
   const int begin = min(warp * segment, rows), end = min(begin + segment, rows);
 
-  int found[kBatch], lt = 0, eq = 0;
+  int found[kBatch], below = 0, equal = 0;
 #pragma unroll 1
   for (int i = begin; i < end; i += 32 * kBatch) {
     load_experts(ids, i, end, experts, found);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      lt += found[j] >= 0 && found[j] < expert;
-      eq += found[j] == expert;
+      below += found[j] >= 0 && found[j] < expert;
+      equal += found[j] == expert;
     }
   }
-  lt = warp_sum(lt);
-  eq = warp_sum(eq);
-  if (lane == 0) below[warp] = lt, equal[warp] = eq;
+  below = warp_sum(below);
+  equal = warp_sum(equal);
+  if (lane == 0) ptx::sts64(sums + warp * 8, make_uint2(below, equal));
   __syncthreads();
 
-  const int other = lane < kWarps ? equal[lane] : 0;
-  const int offset = warp_sum(lane < kWarps ? below[lane] : 0), count = warp_sum(other);
+  const uint2 other = lane < kWarps ? ptx::lds64(sums + lane * 8) : make_uint2(0, 0);
+  const int offset = warp_sum(other.x), count = warp_sum(other.y);
 
-  int next = offset + warp_sum(lane < warp ? other : 0);
+  int next = offset + warp_sum(lane < warp ? other.y : 0);
 #pragma unroll 1
   for (int i = begin; i < end; i += 32 * kBatch) {
     load_experts(ids, i, end, experts, found);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const u32 votes = __ballot_sync(0xFFFFFFFFu, found[j] == expert);
-      if (found[j] == expert) row_ids[next + __popc(votes & ((1u << lane) - 1))] = i + 32 * j + lane;
+      if (found[j] == expert) ptx::store(row_ids + next + __popc(votes & ((1u << lane) - 1)), i + 32 * j + lane);
       next += __popc(votes);
     }
   }
@@ -70,10 +70,11 @@ DEVICE void route_expert(const int* ids, int* row_ids, int4* tiles, int rows, in
 #pragma unroll 1
   for (int slot = first + threadIdx.x; slot < (offset + count) / tile_m; slot += kThreads) {
     const int i = slot - first;
-    tiles[slot] = make_int4(expert, offset + i * tile_m, i < full ? tile_m : 0, 0);
+    ptx::store(tiles + slot, make_int4(expert, offset + i * tile_m, i < full ? tile_m : 0, 0));
   }
   if (threadIdx.x == 0) {
-    tiles[rows / tile_m + expert] = make_int4(expert, offset + full * tile_m, count - full * tile_m, 0);
+    const int4 rest = make_int4(expert, offset + full * tile_m, count - full * tile_m, 0);
+    ptx::store(tiles + rows / tile_m + expert, rest);
   }
 }
 
@@ -87,9 +88,9 @@ DEVICE void permute_rows(const u16* x, uint4* x_perm, u32 x_rows, int k, int k_p
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     const int lo = logical_k<MOE_BITS>(p + 2 * t), hi = logical_k<MOE_BITS>(p + 2 * t + 1);
-    packed[t] = (lo < k ? in[lo] : 0u) | (hi < k ? static_cast<u32>(in[hi]) << 16 : 0u);
+    packed[t] = (lo < k ? ptx::load(in + lo) : 0u) | (hi < k ? static_cast<u32>(ptx::load(in + hi)) << 16 : 0u);
   }
-  x_perm[i] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+  ptx::store(x_perm + i, make_uint4(packed[0], packed[1], packed[2], packed[3]));
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -99,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
               int4* tiles,     // [rows / tile_m + experts + 1]
               uint4* x_perm,   // [x_rows, k_pad] of the same type; fewer than 2^32 chunks
               int rows, int experts, int tile_m, int route_blocks, int x_rows, int k, int k_pad) {
+  extern __shared__ __align__(256) unsigned char shared[];  // a warp's two counts
   const int block = static_cast<int>(blockIdx.x);
-  if (block < route_blocks) return route_expert(ids, row_ids, tiles, rows, experts, tile_m);
+  if (block < route_blocks) return route_expert(ids, row_ids, tiles, rows, experts, tile_m, ptx::smem_address(shared));
   permute_rows(x, x_perm, x_rows, k, k_pad, block - route_blocks);
 }

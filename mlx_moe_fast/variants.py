@@ -107,7 +107,7 @@ class Route:
 
     source = "route.cu"
     threads = ROUTE_THREADS
-    shared_bytes = 0
+    shared_bytes = ROUTE_THREADS // 32 * 8  # two counts a warp
 
     @cached_property
     def id(self) -> str:
@@ -115,7 +115,7 @@ class Route:
 
     @property
     def defines(self) -> dict[str, str | int]:
-        return {"MOE_ENTRY": self.id, "MOE_BITS": self.bits}
+        return {"MOE_ENTRY": self.id, "MOE_BITS": self.bits, "MOE_SHARED_BYTES": self.shared_bytes}
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def test_a_second_load_compiles_nothing(folder, compiled, monkeypatch):
     forget(monkeypatch)
     assert jit.load(ROUTE, ARCH) == first
     assert compiled == [ROUTE.id]
-    assert (first.name, first.threads, first.shared_bytes) == (ROUTE.id, ROUTE.threads, 0)
+    assert (first.name, first.threads, first.shared_bytes) == (ROUTE.id, ROUTE.threads, ROUTE.shared_bytes)
 
 
 def test_a_second_process_compiles_nothing(folder):

@@ -7,10 +7,12 @@ are one process each, over buffers of exactly the arrays' sizes, filled with 0xF
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +24,8 @@ from mlx_moe_fast.variants import Variant
 
 HERE = Path(__file__).parent
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-OPTIONS = ["-std=c++20", "-O1", "-g1", "-Wall", "-Wno-unknown-pragmas", "-Wno-attributes", "-Werror"]
+OPTIONS = ["-std=c++20", "-Wall", "-Werror"]
+OPTIONS += ["-Wno-unknown-pragmas", "-Wno-attributes", "-Wno-deprecated-enum-enum-conversion"]
 
 
 class Fault(AssertionError):
@@ -33,7 +36,8 @@ class Fault(AssertionError):
 class Emulator:
     """How launches run: the seed of the scheduler, whether asynchronous copies land late, whether sanitizers watch.
 
-    `counters` holds those of every launch, by variant id.
+    `counters` holds those of every launch, by variant id. In `keep`, if given, each launch leaves an unoptimised
+    program and its problem, for a debugger.
     """
 
     seed: int = 0
@@ -41,6 +45,7 @@ class Emulator:
     sanitize: bool = False
     sources: dict[str, str] = field(default_factory=jit.sources)
     counters: list[tuple[str, dict[str, int]]] = field(default_factory=list)
+    keep: Path | None = None
 
     def launch(
         self,
@@ -52,14 +57,14 @@ class Emulator:
         contiguous: bool = False,
     ) -> list[mx.array]:
         """As mlx_moe_fast.launch.launch, at once. Raises Fault."""
-        program = build(variant, self.sources, self.sanitize)
+        program = build(variant, self.sources, self.sanitize, debug=self.keep is not None)
         arrays = [_raw(a) for a in inputs]
         specs = [(shape, _HOST[dtype]) for shape, dtype in outputs]
         sizes = [int(np.prod(shape)) * np.dtype(host).itemsize for shape, host in specs]
         lines = [f"{variant.id} {blocks} {variant.threads} {variant.shared_bytes} {self.seed} {int(self.late)}"]
         lines += [f"in {a.nbytes}" for a in arrays] + [f"out {size}" for size in sizes]
         lines += [f"int {value}" for value in scalars] + ["data", ""]
-        with tempfile.TemporaryDirectory() as folder:
+        with self._folder(variant, program) as folder:
             problem, result = Path(folder, "problem"), Path(folder, "result")
             problem.write_bytes("\n".join(lines).encode() + b"".join(a.tobytes() for a in arrays))
             run = subprocess.run([program, problem, result], capture_output=True, text=True)
@@ -74,8 +79,25 @@ class Emulator:
             at += size
         return found
 
+    def _folder(self, variant: Variant, program: Path) -> AbstractContextManager[str | Path]:
+        """Where a launch puts its files."""
+        if self.keep is None:
+            return tempfile.TemporaryDirectory()
+        own = self.keep / f"{len(self.counters)}-{variant.id}"
+        own.mkdir(parents=True, exist_ok=True)
+        shutil.copy(program, own / "program")
+        print(f"gdb -d tests/emulator -d kernels --args {own}/program {own}/problem {own}/result")
+        return nullcontext(own)
 
-_HOST = {mx.bfloat16: np.uint16, mx.float16: np.uint16, mx.int32: np.int32, mx.uint32: np.uint32, mx.uint64: np.uint64}
+
+_HOST = {
+    mx.bfloat16: np.uint16,
+    mx.float16: np.uint16,
+    mx.int32: np.int32,
+    mx.uint32: np.uint32,
+    mx.uint64: np.uint64,
+    mx.float32: np.float32,
+}
 
 
 def _raw(array: mx.array) -> np.ndarray:
@@ -90,15 +112,15 @@ def folder() -> Path:
     return Path(base)
 
 
-def build(variant: Variant, sources: dict[str, str], sanitize: bool) -> Path:
+def build(variant: Variant, sources: dict[str, str], sanitize: bool, debug: bool = False) -> Path:
     """The program of a variant, made of its source and the machine; only what has changed is compiled."""
-    own = {name: (HERE / name).read_text() for name in ("cuda.h", "ptx.cuh", "machine.cpp")}
-    options = OPTIONS + (SANITIZERS if sanitize else [])
+    own = {name: (HERE / name).read_text() for name in ("cuda.h", "ptx.cuh", "ptx_sm90.cuh", "machine.cpp")}
+    options = OPTIONS + (["-O0", "-g"] if debug else ["-O1", "-g1"]) + (SANITIZERS if sanitize else [])
     # The machine itself is not watched, only told about: its bookkeeping would take most of the time.
     machine = _compile(
-        "machine", own, ["-c", *OPTIONS, "-O2", f"-DEMU_ADDRESS_SANITIZER={int(sanitize)}", "machine.cpp"]
+        "machine", own, ["-c", *OPTIONS, "-O2", "-g1", f"-DEMU_ADDRESS_SANITIZER={int(sanitize)}", "machine.cpp"]
     )
-    files = {**sources, **own}  # this folder's ptx.cuh takes the place of the kernels'
+    files = {**sources, **own}  # this folder's wrappers take the place of the kernels'
     defines = [f"-D{name}={value}" for name, value in variant.defines.items()]
     link = ["-x", "c++", variant.source, "-x", "none", str(machine), f"-Wl,--defsym=emu_entry={variant.id}"]
     return _compile(variant.id, files, [*options, *defines, *link])

@@ -1,13 +1,9 @@
 """Runs one variant on the shapes around its tile: is it right, and how far is what it does from the least possible?"""
 
 import argparse
-import shutil
 import sys
-import tempfile
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import patch
 
 import mlx.core as mx
 from cases import Case, around
@@ -16,22 +12,7 @@ from numerics import array
 
 from mlx_moe_fast import ops, variants
 
-from . import OPTIONS, Emulator, build
-
-
-def keeping(runner: Emulator, folder: Path):
-    """A launch that leaves program, problem and result in a folder of its own, for a debugger."""
-    OPTIONS[:] = [o for o in OPTIONS if o not in ("-O1", "-g1")] + ["-O0", "-g"]
-
-    def launch(variant, *arguments, **named):
-        own = folder / f"{len(runner.counters)}-{variant.id}"
-        own.mkdir(parents=True, exist_ok=True)
-        shutil.copy(build(variant, runner.sources, runner.sanitize), own / "program")
-        print(f"gdb -d tests/emulator -d kernels --args {own}/program {own}/problem {own}/result")
-        with patch.object(tempfile, "TemporaryDirectory", lambda: nullcontext(own)):
-            return runner.launch(variant, *arguments, **named)
-
-    return launch
+from . import Emulator
 
 
 def ratios(c: dict[str, int], case: Case, glu: bool) -> list[tuple[int, float]]:
@@ -60,8 +41,8 @@ def main() -> int:
     (variant,) = found
     cases = list(enumerate(around(variant.tile.m, variant.quantization, variant.dtype)))
     mx.set_default_device(mx.cpu)
-    runner, failed = Emulator(args.seed, not args.eager, args.sanitize), False
-    ops.launch = keeping(runner, args.keep) if args.keep else runner.launch
+    runner, failed = Emulator(args.seed, not args.eager, args.sanitize, keep=args.keep), False
+    ops.launch = runner.launch
     print(f"{'count, over the least':58}{'MMAs':>16}{'weights':>16}{'wavefronts':>16}{'sectors':>16}")
     for i, case in cases if args.case is None else cases[args.case :][:1]:
         runner.counters.clear()

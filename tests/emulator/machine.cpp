@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <iostream>
 #include <map>
 #include <memory>
@@ -47,22 +48,21 @@ namespace {
 constexpr std::size_t kStack = 256 * 1024;
 constexpr int kMaxArguments = 32;
 
-enum class State { kReady, kWarp, kBarrier, kDone };
+constexpr int kUnits = 3, kBarriers = 16;
 
-struct Copy {
-  unsigned destination;
-  const void* source;
-  unsigned bytes;
-};
+enum class State { kReady, kOperation, kBarrier, kMbarrier, kDone };
 
 struct Thread {
   unsigned index;
   State state;
+  const char* operation;  // kOperation: what it waits in
+  unsigned where;         // kBarrier: which; kMbarrier: its address
+  unsigned parity;        // kMbarrier: of the phase it waits for
   unsigned char* stack;
   void* stack_pointer;
   void* fake_stack = nullptr;
-  std::vector<std::vector<Copy>> groups;  // committed copies, oldest first; the last one is still open
-  std::size_t requests[2];                // since the last rendezvous, by unit
+  Queue copies;
+  std::size_t requests[kUnits];  // since the last rendezvous
 };
 
 struct Request {
@@ -70,19 +70,34 @@ struct Request {
   unsigned bytes;
 };
 
-struct Warp {
+struct Meeting {
   const char* operation = nullptr;
-  void* operands[32];
-  int arrived = 0;
-  std::vector<Request> requests[2];
+  void* operands[128];
+  unsigned arrived = 0;
+};
+
+struct Warp {
+  std::vector<Request> requests[kUnits];
+  Queue matmuls;
+};
+
+struct Mbarrier {
+  unsigned arrivals, missing, phase = 0;
+  std::int64_t bytes = 0;  // expected and not yet there; below 0 if they came first
 };
 
 std::string kernel_name;
 unsigned shared_size;
-bool copies_are_late;
-unsigned char written[kMaxShared];
+bool late;
+// Proxy fences until each byte was written, from 1 on; 0: never, kAsync: by the asynchronous proxy.
+std::uint32_t written[kMaxShared], fences;
+constexpr std::uint32_t kAsync = ~0u;
 std::vector<Thread> threads;
 std::vector<Warp> warps;
+std::vector<Meeting> meetings[2];  // of each warp, of each warpgroup
+unsigned arrived[kBarriers];
+std::map<unsigned, Mbarrier> mbarriers;
+std::vector<std::pair<Thread*, std::function<void()>>> flights;  // what lands by itself, and whose it is
 std::mt19937 generator;
 unsigned seed;
 std::uint64_t slots[kMaxArguments];
@@ -173,9 +188,13 @@ void thread_main() {
   yield();
 }
 
-void resume(Thread& thread) {
+void run_as(Thread& thread) {
   running = &thread;
   threadIdx = {thread.index, 0, 0};
+}
+
+void resume(Thread& thread) {
+  run_as(thread);
   void* fake_stack = nullptr;
   __sanitizer_start_switch_fiber(&fake_stack, thread.stack, kStack);
   emu_switch(&scheduler_stack_pointer, thread.stack_pointer);
@@ -201,31 +220,70 @@ void count_shared(const Request& request) {
   }
 }
 
-void count_global(const Request& request) {
-  std::set<std::uintptr_t> sectors;
-  for (std::uintptr_t a : request.addresses) sectors.insert(a / 32);
-  counters.global_bytes += request.addresses.size() * request.bytes;
-  counters.global_sectors += sectors.size();
+// Lanes that want the same bytes ask for them once.
+void count_global(const Request& request, Counters::Global& count) {
   const std::set<std::uintptr_t> distinct(request.addresses.begin(), request.addresses.end());
-  counters.global_least += (distinct.size() * request.bytes + 31) / 32;
+  std::set<std::uintptr_t> sectors;
+  for (std::uintptr_t a : distinct) {
+    for (std::uintptr_t sector = a / 32; sector <= (a + request.bytes - 1) / 32; ++sector) sectors.insert(sector);
+  }
+  count.bytes += distinct.size() * request.bytes;
+  count.sectors += sectors.size();
+  count.least += (distinct.size() * request.bytes + 31) / 32;
 }
 
 void count_requests(unsigned warp) {
   Warp& w = warps[warp];
   for (const Request& r : w.requests[0]) count_shared(r);
-  for (const Request& r : w.requests[1]) count_global(r);
+  for (const Request& r : w.requests[1]) count_global(r, counters.read);
+  for (const Request& r : w.requests[2]) count_global(r, counters.written);
   for (auto& requests : w.requests) requests.clear();
   for (unsigned l = 32 * warp; l < std::min<std::size_t>(32 * warp + 32, threads.size()); ++l) {
-    threads[l].requests[0] = threads[l].requests[1] = 0;
+    for (std::size_t& requests : threads[l].requests) requests = 0;
+  }
+}
+
+void open_barrier(unsigned id) {
+  arrived[id] = 0;
+  for (Thread& t : threads) {
+    if (t.state != State::kBarrier || t.where != id) continue;
+    t.state = State::kReady;
+    if (t.index % 32 == 0) count_requests(t.index / 32);
+  }
+}
+
+// Everybody waits. Lands something, or opens the barrier that all have reached; else they wait for ever.
+void unblock() {
+  if (!flights.empty()) {
+    const auto chosen = flights.begin() + static_cast<std::ptrdiff_t>(generator() % flights.size());
+    const auto [thread, land] = std::move(*chosen);
+    flights.erase(chosen);
+    run_as(*thread);
+    return land();
+  }
+  unsigned alive = 0;
+  for (const Thread& t : threads) alive += t.state != State::kDone;
+  if (arrived[0] == alive) return open_barrier(0);
+  for (Thread& t : threads) {
+    if (t.state == State::kDone) continue;
+    run_as(t);
+    if (t.state == State::kOperation) fail("waits in %s for lanes that never come", t.operation);
+    if (t.state == State::kBarrier) fail("waits at barrier %u for threads that never come", t.where);
+    fail("waits for the phase of parity %u of the mbarrier at %u, which never ends", t.parity, t.where);
   }
 }
 
 void run_block() {
   std::memset(shared, 0xFF, shared_size);
-  std::memset(written, 0, shared_size);
+  std::fill_n(written, shared_size, 0);
+  fences = 1;
+  std::fill_n(arrived, kBarriers, 0);
+  mbarriers.clear();
+  flights.clear();
+  for (Warp& w : warps) w.matmuls = {};
   for (Thread& t : threads) {
     t.state = State::kReady;
-    t.groups.assign(1, {});
+    t.copies = {};
     auto* frame = reinterpret_cast<void**>(t.stack + kStack) - kSavedWords;
     std::fill(frame, frame + kSavedWords, nullptr);
     frame[kReturnWord] = reinterpret_cast<void*>(thread_main);
@@ -241,17 +299,11 @@ void run_block() {
     bool waiting = false;
     for (const Thread& t : threads) {
       if (t.state == State::kReady && (ready.empty() || ready.back() != t.index / 32)) ready.push_back(t.index / 32);
-      waiting |= t.state == State::kWarp || t.state == State::kBarrier;
+      waiting |= t.state != State::kReady && t.state != State::kDone;
     }
     if (ready.empty() && !waiting) break;
-    if (ready.empty()) {  // everybody who is left waits: at the barrier together, or for ever
-      for (Thread& t : threads) {
-        running = &t;
-        threadIdx = {t.index, 0, 0};
-        if (t.state == State::kWarp) fail("waits in %s for lanes that never come", warps[t.index / 32].operation);
-      }
-      for (unsigned w = 0; w < warps.size(); ++w) count_requests(w);
-      for (Thread& t : threads) t.state = t.state == State::kBarrier ? State::kReady : t.state;
+    if (ready.empty()) {
+      unblock();
       continue;
     }
     const bool stay = eager && std::find(ready.begin(), ready.end(), warp) != ready.end() && generator() % 256;
@@ -261,15 +313,35 @@ void run_block() {
     }
   }
   for (unsigned w = 0; w < warps.size(); ++w) count_requests(w);
+  for (const auto& [address, m] : mbarriers) {
+    if (m.bytes)
+      fail("the block ends, and the mbarrier at %u expects %lld bytes", address, static_cast<long long>(m.bytes));
+  }
 }
 
-void land(const Copy& copy) {
-  unsigned char* to = shared_bytes(copy.destination, copy.bytes, Access::kWrite);
-  if (copy.source) {
-    std::memcpy(to, copy.source, copy.bytes);
-  } else {
-    std::memset(to, 0, copy.bytes);
+Mbarrier& mbarrier(unsigned address) {
+  shared_bytes(address, 8, Access::kRead);
+  const auto found = mbarriers.find(address);
+  if (found == mbarriers.end()) fail("no mbarrier was made at %u", address);
+  return found->second;
+}
+
+void advance(unsigned address, unsigned arrivals, std::int64_t bytes) {
+  Mbarrier& m = mbarrier(address);
+  if (arrivals > m.missing) fail("more than %u arrivals at the mbarrier at %u", m.arrivals, address);
+  m.missing -= arrivals;
+  m.bytes += bytes;
+  if (m.missing || m.bytes) return;
+  m.missing = m.arrivals;
+  ++m.phase;
+  for (Thread& t : threads) {
+    if (t.state == State::kMbarrier && t.where == address) t.state = State::kReady;
   }
+}
+
+void fly(std::function<void()> land) {
+  if (!late) return land();
+  flights.emplace_back(running, std::move(land));
 }
 
 void say_where() { std::fprintf(stderr, "%s: block %u, thread %u", kernel_name.c_str(), blockIdx.x, threadIdx.x); }
@@ -290,64 +362,110 @@ void fail(const char* format, ...) {
   std::_Exit(3);
 }
 
-void warp_operation(const char* name, void* operand, void (*execute)(void* const* operands)) {
+void rendezvous(const char* name, unsigned size, void* operand, void (*execute)(void* const* operands)) {
   Thread& self = *running;
-  Warp& warp = warps[self.index / 32];
-  if (warp.arrived && std::strcmp(warp.operation, name) != 0)
-    fail("%s, while other lanes are at %s", name, warp.operation);
-  warp.operation = name;
-  warp.operands[self.index % 32] = operand;
-  if (++warp.arrived < 32) {
-    self.state = State::kWarp;
+  const unsigned first = self.index / size * size;
+  Meeting& meeting = meetings[size > 32][self.index / size];
+  if (meeting.arrived && std::strcmp(meeting.operation, name) != 0)
+    fail("%s, while other lanes are at %s", name, meeting.operation);
+  meeting.operation = self.operation = name;
+  meeting.operands[self.index - first] = operand;
+  if (++meeting.arrived < size) {
+    self.state = State::kOperation;
     return yield();
   }
-  count_requests(self.index / 32);
-  execute(warp.operands);
-  warp.arrived = 0;
-  for (unsigned l = self.index / 32 * 32; l < self.index / 32 * 32 + 32; ++l) threads[l].state = State::kReady;
+  for (unsigned w = first / 32; w < (first + size) / 32; ++w) count_requests(w);
+  execute(meeting.operands);
+  meeting.arrived = 0;
+  for (unsigned l = first; l < first + size; ++l) threads[l].state = State::kReady;
   yield();  // let another warp go first, if it is its turn
 }
 
-void barrier() {
-  running->state = State::kBarrier;
-  yield();
+void barrier(unsigned id, unsigned count, bool wait) {
+  if (id >= kBarriers || count % 32) fail("there is no barrier %u of %u threads", id, count);
+  if (wait) running->state = State::kBarrier, running->where = id;
+  if (++arrived[id] == count) open_barrier(id);
+  if (wait) yield();
+}
+
+void mbarrier_init(unsigned address, unsigned arrivals) {
+  shared_bytes(address, 8, Access::kWrite);
+  mbarriers[address] = {arrivals, arrivals};
+}
+
+void mbarrier_arrive(unsigned address, unsigned expected_bytes) { advance(address, 1, expected_bytes); }
+
+void mbarrier_wait(unsigned address, unsigned parity) {
+  const Mbarrier& m = mbarrier(address);
+  while (m.phase % 2 == parity) {
+    running->state = State::kMbarrier, running->where = address, running->parity = parity;
+    yield();
+  }
+}
+
+void proxy_fence() { ++fences; }
+
+Queue& copies() { return running->copies; }
+Queue& matmuls() { return warps[running->index / 32].matmuls; }
+
+void Queue::start(std::function<void()> effect) {
+  ++started;
+  effects.push_back(std::move(effect));
+  if (!late) finish(started);
+}
+
+void Queue::wait(std::size_t pending) {
+  for (; groups.size() > pending; groups.pop_front()) finish(groups.front());
+}
+
+void Queue::finish(std::size_t count) {
+  while (started - effects.size() < count) {
+    const std::function<void()> effect = std::move(effects.front());
+    effects.pop_front();
+    effect();
+  }
 }
 
 unsigned char* shared_bytes(unsigned address, unsigned bytes, Access access) {
-  if (address % bytes) fail("%u bytes of shared memory at %u are misaligned", bytes, address);
+  const bool write = access == Access::kWrite || access == Access::kAsyncWrite;
+  const bool async = access == Access::kAsyncRead || access == Access::kAsyncWrite;
+  if (address % std::min(bytes, 16u)) fail("%u bytes of shared memory at %u are misaligned", bytes, address);
   if (address + std::uint64_t{bytes} > shared_size)
     fail("shared memory ends at %u, touched are %u bytes at %u", shared_size, bytes, address);
-  if (access == Access::kWrite) {
-    std::memset(written + address, 1, bytes);
-  } else if (std::memchr(written + address, 0, bytes)) {
+  std::uint32_t *first = written + address, *last = first + bytes;
+  if (!write && std::find(first, last, 0) != last)
     fail("%u bytes of shared memory at %u are read and were never written", bytes, address);
-  }
+  if (async && std::find(first, last, fences) != last)
+    fail("no proxy fence between a write and an asynchronous access to %u bytes at %u", bytes, address);
+  if (write) std::fill(first, last, async ? kAsync : fences);
   return shared + address;
 }
 
 void copy_async(unsigned destination, const void* source, unsigned bytes, bool valid) {
   note(Unit::kShared, destination, bytes);
-  if (valid) {
-    const auto address = reinterpret_cast<std::uintptr_t>(source);
-    if (address % bytes) fail("an asynchronous copy reads %u bytes at a misaligned address", bytes);
-    note(Unit::kGlobal, address, bytes);
-  }
-  const Copy copy{destination, valid ? source : nullptr, bytes};
-  if (copies_are_late) {
-    running->groups.back().push_back(copy);
-  } else {
-    land(copy);
-  }
+  if (valid) note_global(Unit::kGlobalRead, source, bytes);
+  copies().start([=] {
+    unsigned char* to = shared_bytes(destination, bytes, Access::kWrite);
+    valid ? std::memcpy(to, source, bytes) : std::memset(to, 0, bytes);
+  });
 }
 
-void copy_commit() { running->groups.emplace_back(); }
+void copy_arrive(unsigned barrier) {
+  Queue& queue = copies();
+  queue.start([=] { advance(barrier, 1, 0); });
+  fly([&queue, count = queue.started] { queue.finish(count); });
+}
 
-void copy_wait(int pending) {
-  auto& groups = running->groups;
-  while (groups.size() > static_cast<std::size_t>(pending) + 1) {
-    for (const Copy& copy : groups.front()) land(copy);
-    groups.erase(groups.begin());
-  }
+void copy_bulk(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
+  if (bytes % 16 || reinterpret_cast<std::uintptr_t>(source) % 16)
+    fail("a bulk copy of %u bytes is misaligned, or its source is", bytes);
+  note(Unit::kGlobalRead, reinterpret_cast<std::uintptr_t>(source), bytes);
+  mbarrier(barrier);
+  shared_bytes(barrier, 8, Access::kAsyncRead);
+  fly([=] {
+    std::memcpy(shared_bytes(destination, bytes, Access::kAsyncWrite), source, bytes);
+    advance(barrier, 0, -static_cast<std::int64_t>(bytes));
+  });
 }
 
 void note(Unit unit, std::uintptr_t address, unsigned bytes) {
@@ -358,10 +476,16 @@ void note(Unit unit, std::uintptr_t address, unsigned bytes) {
   requests[i].bytes = bytes;
 }
 
+void note_global(Unit unit, const void* pointer, unsigned bytes) {
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+  if (address % bytes) fail("%u bytes of global memory at a misaligned address", bytes);
+  note(unit, address, bytes);
+}
+
 int run(const char* problem, const char* result) {
   std::ifstream in(problem, std::ios::binary);
   unsigned blocks = 0, block_size = 0;
-  in >> kernel_name >> blocks >> block_size >> shared_size >> seed >> copies_are_late;
+  in >> kernel_name >> blocks >> block_size >> shared_size >> seed >> late;
   struct Aligned {  // as the GPU's allocator aligns
     void operator()(unsigned char* p) const { ::operator delete[](p, std::align_val_t{256}); }
   };
@@ -385,6 +509,8 @@ int run(const char* problem, const char* result) {
   __sanitizer_set_death_callback(say_where);
   generator.seed(seed);
   warps.resize((block_size + 31) / 32);
+  meetings[0].resize(warps.size());
+  meetings[1].resize((block_size + 127) / 128);
   threads.resize(block_size);
   for (unsigned i = 0; i < block_size; ++i) {
     threads[i].index = i;
@@ -407,9 +533,12 @@ int run(const char* problem, const char* result) {
       {"fma2", counters.fma2},
       {"shared_wavefronts", counters.shared_wavefronts},
       {"shared_least", counters.shared_least},
-      {"global_bytes", counters.global_bytes},
-      {"global_sectors", counters.global_sectors},
-      {"global_least", counters.global_least},
+      {"global_bytes", counters.read.bytes},
+      {"global_sectors", counters.read.sectors},
+      {"global_least", counters.read.least},
+      {"written_bytes", counters.written.bytes},
+      {"written_sectors", counters.written.sectors},
+      {"written_least", counters.written.least},
   };
   const char* separator = "{";
   for (const auto& [name, value] : named) {

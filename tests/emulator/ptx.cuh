@@ -19,6 +19,18 @@ DEVICE Smem smem_address(const void* generic) {
 }
 
 template <class T>
+DEVICE T load(const T* p) {
+  emu::note_global(emu::Unit::kGlobalRead, p, sizeof(T));
+  return *p;
+}
+
+template <class T>
+DEVICE void store(T* p, const T& v) {
+  emu::note_global(emu::Unit::kGlobalWrite, p, sizeof(T));
+  *p = v;
+}
+
+template <class T>
 T load_shared(Smem a) {
   T v;
   emu::note(emu::Unit::kShared, a, sizeof(T));
@@ -37,18 +49,19 @@ DEVICE uint2 lds64(Smem a) { return load_shared<uint2>(a); }
 DEVICE uint4 lds128(Smem a) { return load_shared<uint4>(a); }
 DEVICE void sts32(Smem a, u32 v) { store_shared(a, v); }
 DEVICE void sts64(Smem a, uint2 v) { store_shared(a, v); }
+DEVICE void sts128(Smem a, uint4 v) { store_shared(a, v); }
 
-DEVICE u16 ldg16(const u16* p) {
-  emu::note(emu::Unit::kGlobal, reinterpret_cast<std::uintptr_t>(p), 2);
-  return *p;
-}
+DEVICE u16 ldg16(const u16* p) { return load(p); }
 
 DEVICE void cp_async16(Smem dst, const void* src, bool valid = true) { emu::copy_async(dst, src, 16, valid); }
-DEVICE void cp_async_commit() { emu::copy_commit(); }
+DEVICE void cp_async_commit() { emu::copies().commit(); }
 template <int kPending>
 DEVICE void cp_async_wait() {
-  emu::copy_wait(kPending);
+  emu::copies().wait(kPending);
 }
+
+DEVICE void bar_sync(u32 id, u32 threads) { emu::barrier(id, threads, true); }
+DEVICE void bar_arrive(u32 id, u32 threads) { emu::barrier(id, threads, false); }
 
 DEVICE uint4 ldmatrix_x4(Smem row) {
   struct Operand {
@@ -106,7 +119,27 @@ DEVICE u16 round_to_16(double v, int mantissa, int bias) {
 DEVICE u16 to_bf16(double v) { return round_to_16(v, 7, 127); }
 DEVICE u16 to_fp16(double v) { return round_to_16(v, 10, 15); }
 
-// Products are exact in fp32; their sum is rounded once here, while hardware rounds inside in its own way.
+// A lane's fragment of A[16,16], written into it.
+template <float (*kToFloat)(u16)>
+void unpack_a(const u32 (&fragment)[4], int lane, float (&a)[16][16]) {
+  for (int i = 0; i < 8; ++i) {
+    const int row = lane / 4 + i / 2 % 2 * 8, k = lane % 4 * 2 + i % 2 + i / 4 * 8;
+    a[row][k] = kToFloat(static_cast<u16>(fragment[i / 2] >> i % 2 * 16));
+  }
+}
+
+// A lane's fragment of D[16,N]. Products are exact in fp32; their sum is rounded once here, while hardware rounds
+// inside in its own way.
+template <int N>
+void multiply_add(const float (&a)[16][16], const float (&b)[16][N], int lane, float* d) {
+  for (int i = 0; i < N / 2; ++i) {
+    const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    double sum = d[i];
+    for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[row][k]) * b[k][column];
+    d[i] = static_cast<float>(sum);
+  }
+}
+
 template <float (*kToFloat)(u16)>
 void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   struct Operand {
@@ -118,25 +151,14 @@ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     float a[16][16], b[16][8];
     for (int l = 0; l < 32; ++l) {
       const Operand& o = *static_cast<Operand*>(operands[l]);
+      unpack_a<kToFloat>(o.a, l, a);
       for (int h = 0; h < 2; ++h) {
         const int i = l / 4, k = l % 4 * 2 + h;
-        a[i][k] = kToFloat(static_cast<u16>(o.a[0] >> 16 * h));
-        a[i + 8][k] = kToFloat(static_cast<u16>(o.a[1] >> 16 * h));
-        a[i][k + 8] = kToFloat(static_cast<u16>(o.a[2] >> 16 * h));
-        a[i + 8][k + 8] = kToFloat(static_cast<u16>(o.a[3] >> 16 * h));
         b[k][i] = kToFloat(static_cast<u16>(o.b[0] >> 16 * h));
         b[k + 8][i] = kToFloat(static_cast<u16>(o.b[1] >> 16 * h));
       }
     }
-    for (int l = 0; l < 32; ++l) {
-      float* d = static_cast<Operand*>(operands[l])->d;
-      for (int c = 0; c < 4; ++c) {
-        const int i = l / 4 + c / 2 * 8, j = l % 4 * 2 + c % 2;
-        double sum = d[c];
-        for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[i][k]) * b[k][j];
-        d[c] = static_cast<float>(sum);
-      }
-    }
+    for (int l = 0; l < 32; ++l) multiply_add(a, b, l, static_cast<Operand*>(operands[l])->d);
   });
 }
 DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma<bf16_to_float>(d, a, b0, b1); }
