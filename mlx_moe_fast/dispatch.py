@@ -1,20 +1,30 @@
-"""Problem -> token tile. Pure: no arrays, no device, and every choice can be explained."""
+"""Problem -> kernel and launch shape. Pure: no arrays, no device, and every choice can be explained."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from . import envs
 from .errors import MlxMoeFastError
-from .variants import TILES, Tile
+from .problem import Projection
+from .variants import DENSE_STRIPS, EXPERT_STRIP, TILES, WARPS, Strip, Tile
 
 # Most rows an expert, on average, for which a tile height was the fastest on an H200; taller tiles run shorter
 # loops when they are not full, so a tall one serves a wide range (kernels/LOG.md).
 ROWS_PER_EXPERT = ((6, 16), (22, 32), (90, 64))
 TALLEST = max(TILES)
 
+# Routed rows for which the decode kernel reads the weights: any up to the first number, so that the bits of a row do
+# not depend on the size of a small batch, and up to the last one where experts have few rows (kernels/LOG.md).
+DECODE_ROWS, DECODE_ROWS_PER_EXPERT, MOST_DECODE_ROWS = 64, 4, 1024
+DENSE_ROWS = max(DENSE_STRIPS)
+
+# The warps of a decode block share K where there are few blocks, or where K is long. Measured on an H200.
+ENOUGH_WARPS, SHORT_ROW = 700, 1024
+
 
 # Multiply-adds of one projection below which MLX's own kernels, which read weights once a row, are done before
 # ours have been launched. Measured on an H200 (kernels/LOG.md).
-MIN_WORK = 80_000_000
+MIN_WORK = 1_000_000
 
 
 def few_rows(n: int, k: int) -> int:
@@ -24,22 +34,57 @@ def few_rows(n: int, k: int) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """A tile, and why."""
+    """A tile of the prefill kernel or a strip of the decode kernel, how many of whose warps share the parts of K; and
+    why."""
 
-    tile: Tile
+    shape: Tile | Strip
+    split: int
     why: str
 
 
-def choose_tile(rows: int, experts: int) -> Choice:
-    """The tile for `rows` routed rows (tokens x top-k) over `experts` experts. Raises on a forced tile that
-    does not exist."""
+def split(features: int, k: int, bits: int, slots: int, tiles: int) -> int:
+    """How many of a decode block's warps share the parts of K, for `slots` matrices of `features` rows (GLU: gate and
+    up) in `tiles` of 16."""
+    warps = slots * features // (16 * tiles)
+    return 1 if warps >= ENOUGH_WARPS and k * bits // 8 <= SHORT_ROW else WARPS
+
+
+def slots(rows: int, experts: int) -> int:
+    """Experts that blocks are launched for: all of them and one for ids out of range, or one a row."""
+    return min(rows, experts + 1)
+
+
+def forced_tile() -> Tile | None:
+    """The tile that the environment asks for. Raises if it does not exist."""
     forced = envs.TILE.get()
-    if forced:
-        if not forced.isdecimal() or int(forced) not in TILES:
-            raise MlxMoeFastError(
-                f"{envs.TILE.name}={forced!r} is no tile height.", f"Use one of {', '.join(map(str, TILES))}."
-            )
-        return Choice(TILES[int(forced)], f"forced by {envs.TILE.name}")
-    per_expert = rows / experts
-    m = next((m for most, m in ROWS_PER_EXPERT if per_expert <= most), TALLEST)
-    return Choice(TILES[m], f"{per_expert:.1f} rows an expert")
+    if not forced:
+        return None
+    if not forced.isdecimal() or int(forced) not in TILES:
+        raise MlxMoeFastError(
+            f"{envs.TILE.name}={forced!r} is no tile height.", f"Use one of {', '.join(map(str, TILES))}."
+        )
+    return TILES[int(forced)]
+
+
+def choose(rows: int, projection: Projection, glu: bool = False) -> Choice:
+    """The shape for `rows` routed rows (tokens x top-k) of `projection` (GLU: of a pair of such)."""
+    tile = forced_tile()
+    return Choice(tile, 1, f"forced by {envs.TILE.name}") if tile else _choose(rows, projection, glu)
+
+
+@cache
+def _choose(rows: int, projection: Projection, glu: bool) -> Choice:
+    p, per_expert = projection, rows / projection.experts
+    why = f"{per_expert:.1f} rows an expert"
+    if rows <= DECODE_ROWS or (rows <= MOST_DECODE_ROWS and per_expert <= DECODE_ROWS_PER_EXPERT):
+        features, strip = p.n * (2 if glu else 1), EXPERT_STRIP
+        return Choice(strip, split(features, p.k, p.quantization.bits, slots(rows, p.experts), strip.tiles), why)
+    return Choice(TILES[next((m for most, m in ROWS_PER_EXPERT if per_expert <= most), TALLEST)], 1, why)
+
+
+@cache
+def choose_dense(rows: int, projection: Projection) -> Choice:
+    """The strip for `rows` rows, at most DENSE_ROWS, of one dense `projection`."""
+    strip = next(s for columns, s in DENSE_STRIPS.items() if rows <= columns)
+    p = projection
+    return Choice(strip, split(p.n, p.k, p.quantization.bits, 1, strip.tiles), f"{rows} rows")

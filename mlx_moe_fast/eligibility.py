@@ -110,10 +110,14 @@ def check_first(layer: nn.Module, rows: int) -> Rejection | None:
     return None
 
 
+QUANTIZED = (QuantizedSwitchLinear, nn.QuantizedLinear, nn.QuantizedEmbedding)
+
+
 def describe(layer: nn.Module) -> Projection | Rejection:
-    """What a QuantizedSwitchLinear (or our subclass, which remembers the answer) holds, if the kernels take it."""
+    """What a quantized layer (or our subclass, which remembers the answer) holds, if the kernels take it. A dense one
+    counts as one expert."""
     fast = getattr(type(layer), "is_fast", False)
-    if not fast and type(layer) is not QuantizedSwitchLinear:
+    if not fast and type(layer) not in QUANTIZED:
         kind = Reason.NOT_QUANTIZED if type(layer).__name__ == "SwitchLinear" else Reason.TYPE
         return Rejection(kind, f"a {type(layer).__name__}")
     arrays = [layer[name] for name in ("weight", "scales", "biases", "bias") if layer.get(name) is not None]
@@ -147,15 +151,17 @@ def _inspect(layer: nn.Module, arrays: list[mx.array]) -> Projection | Rejection
     dtype = DTYPES.get(scales.dtype)
     if dtype is None or any(a.dtype != scales.dtype for a in (biases, bias) if a is not None):
         return Rejection(Reason.DTYPE, "scales, biases and bias of " + ", ".join(str(a.dtype) for a in arrays[1:]))
-    if weight.dtype != mx.uint32 or weight.ndim != 3:
+    lead = weight.shape[:-2]
+    if weight.dtype != mx.uint32 or len(lead) != isinstance(layer, QuantizedSwitchLinear):
         return Rejection(Reason.SHAPE, f"weight {weight.shape} of {weight.dtype}")
-    experts, n, words = weight.shape
+    experts = lead[0] if lead else 1
+    n, words = weight.shape[-2:]
     k = words * 32 // layer.bits
-    groups = (experts, n, k // layer.group_size)
+    groups = (*lead, n, k // layer.group_size)
     if k % layer.group_size or scales.shape != groups or biases.shape != groups:
         return Rejection(Reason.SHAPE, f"weight {weight.shape}, scales {scales.shape}, biases {biases.shape}")
-    if bias is not None and bias.shape != (experts, n):
-        return Rejection(Reason.SHAPE, f"bias {bias.shape}, needed is {(experts, n)}")
+    if bias is not None and bias.shape != (*lead, n):
+        return Rejection(Reason.SHAPE, f"bias {bias.shape}, needed is {(*lead, n)}")
     if n % N_MULTIPLE or min(weight.shape) == 0:
         return Rejection(Reason.SHAPE, f"{n} output features, needed is a multiple of {N_MULTIPLE}")
     if n * words * 4 > MAX_EXPERT_BYTES:

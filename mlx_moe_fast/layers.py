@@ -1,4 +1,4 @@
-"""Subclasses of mlx-lm's expert layers, put in their place by swapping `__class__`.
+"""Subclasses of mlx-lm's expert layers and of MLX's quantized ones, put in their place by swapping `__class__`.
 
 Signature, parameters and their names stay. Each call asks whether the kernels take it and else makes the original
 call, whose projections ask again, each for itself; gradients are always those of the original call.
@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
 
-from . import device, ops
+from . import device, dispatch, ops
 from .eligibility import Reason, Rejection, check_call, check_chain, check_first, describe, fuses, weights
 from .errors import KernelBuildError
 from .problem import Projection
@@ -42,9 +42,11 @@ def in_chunks(call: Call, x: mx.array, indices: mx.array, most: int) -> mx.array
     return mx.concatenate(parts).reshape(*lead, *parts[0].shape[1:])
 
 
-def attempt(fast: Call, stock: Call, x: mx.array, indices: mx.array, layers: list[nn.Module]) -> mx.array:
-    """fast(x, indices) with the gradient of stock(x, indices), or stock's result, after one warning, where a kernel
-    cannot be built. Gradients are those of x and of any `bias` of `layers` that is not frozen."""
+def attempt(
+    fast: Callable[[mx.array], mx.array], stock: Callable[[mx.array], mx.array], x: mx.array, layers: list[nn.Module]
+) -> mx.array:
+    """fast(x) with the gradient of stock(x), or stock's result, after one warning, where a kernel cannot be built.
+    Gradients are those of x and of any `bias` of `layers` that is not frozen."""
     biased = [layer for layer in layers if "bias" in layer and "bias" not in layer._no_grad]
     biases = [layer["bias"] for layer in biased]
 
@@ -52,12 +54,12 @@ def attempt(fast: Call, stock: Call, x: mx.array, indices: mx.array, layers: lis
         for layer, value in zip(biased, values, strict=True):
             layer["bias"] = value
         try:
-            return stock(x, indices)
+            return stock(x)
         finally:
             for layer, bias in zip(biased, biases, strict=True):
                 layer["bias"] = bias
 
-    function = mx.custom_function(lambda x, *_: fast(x, indices))
+    function = mx.custom_function(lambda x, *_: fast(x))
 
     @function.vjp
     def vjp(primals: Any, cotangent: mx.array, _output: mx.array) -> Any:
@@ -69,7 +71,7 @@ def attempt(fast: Call, stock: Call, x: mx.array, indices: mx.array, layers: lis
         return function(x, *biases)  # type: ignore[return-value]
     except KernelBuildError as error:
         warn_once(f"{Reason.BUILD.value}: {error}")
-        return stock(x, indices)
+        return stock(x)
 
 
 def plan_experts(layer: nn.Module, parts: tuple[str, ...]) -> list[Projection] | Rejection:
@@ -119,7 +121,7 @@ class FastExperts(nn.Module):
             return out.reshape(*indices.shape, out.shape[-1])
 
         layers = [self[name] for name in self.parts]
-        return attempt(lambda x, i: in_chunks(fast, x, i, MAX_ROWS), stock, x, indices, layers)
+        return attempt(lambda x: in_chunks(fast, x, indices, MAX_ROWS), lambda x: stock(x, indices), x, layers)
 
     def experts(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> mx.array:
         """x [T, D], ids [T * k] -> [T * k, D]."""
@@ -187,7 +189,55 @@ class FastQuantizedSwitchLinear(QuantizedSwitchLinear):
             return ops.grouped_qmm(x.reshape(-1, k), ids, weights(self, plan)).reshape(*batch, m, plan.n)
 
         most = max(1, MAX_ROWS // x.shape[-2])
-        return attempt(lambda x, i: broadcast_in_chunks(fast, x, i, most), stock, x, indices, [self])
+        return attempt(lambda x: broadcast_in_chunks(fast, x, indices, most), lambda x: stock(x, indices), x, [self])
+
+
+class FastDense(nn.Module):
+    """A quantized matrix for the rows of a decode step; the original call for more."""
+
+    is_fast = True
+    original: type[nn.Module]
+    parts: tuple[str, ...] = ()
+    few_rows = 0
+
+    def check(self, x: mx.array) -> Projection | Rejection:
+        """What this call would launch for, or why it takes the original path."""
+        rows = x.size // x.shape[-1] if x.ndim and x.shape[-1] else 0
+        if rows > dispatch.DENSE_ROWS:
+            return Rejection(Reason.SLOWER, f"{rows} rows, ours are for at most {dispatch.DENSE_ROWS}")
+        plan = check_first(self, rows) or describe(self)
+        if isinstance(plan, Rejection):
+            return plan
+        return check_call([self], [plan], x) or plan
+
+    def multiply(self, x: mx.array, stock: Callable[[mx.array], mx.array]) -> mx.array:
+        """x [..., K] -> [..., N]."""
+        plan = self.check(x)
+        if isinstance(plan, Rejection):
+            return stock(x)
+
+        def fast(x: mx.array) -> mx.array:
+            return ops.dense_qmm(x.reshape(-1, plan.k), weights(self, plan)).reshape(*x.shape[:-1], plan.n)
+
+        return attempt(fast, stock, x, [self])
+
+
+class FastQuantizedLinear(FastDense, nn.QuantizedLinear):
+    """QuantizedLinear that reads its weights once for up to 32 rows."""
+
+    original = nn.QuantizedLinear
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.multiply(x, super().__call__)
+
+
+class FastQuantizedEmbedding(FastDense, nn.QuantizedEmbedding):
+    """QuantizedEmbedding whose `as_linear`, a tied output layer, reads its weights once for up to 32 rows."""
+
+    original = nn.QuantizedEmbedding
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self.multiply(x, super().as_linear)
 
 
 def broadcast_in_chunks(call: Call, x: mx.array, indices: mx.array, most: int) -> mx.array:
@@ -217,6 +267,7 @@ def _repeats_in_runs(lead: tuple[int, ...], batch: tuple[int, ...]) -> bool:
     return lead[:own] == tuple(batch[:own])
 
 
-FAST: dict[type[nn.Module], type[FastExperts] | type[FastQuantizedSwitchLinear]] = {
-    cls.original: cls for cls in (FastSwitchGLU, FastSwitchMLP, FastQuantizedSwitchLinear)
+FAST: dict[type[nn.Module], type[FastExperts] | type[FastQuantizedSwitchLinear] | type[FastDense]] = {
+    cls.original: cls
+    for cls in (FastSwitchGLU, FastSwitchMLP, FastQuantizedSwitchLinear, FastQuantizedLinear, FastQuantizedEmbedding)
 }

@@ -1,4 +1,5 @@
-"""Grouped quantized matmul on mx.arrays, out of two kernels: route, then one or two grouped products.
+"""Quantized matmul on mx.arrays: grouped, for many rows out of two kernels (route, then one or two grouped products)
+and for few out of one; and dense, for few rows.
 
 Rows are (token, expert) pairs in their original order; "sorted" is the same rows ordered by expert. Nothing here
 decides whether a kernel should run: callers ask `eligibility` first.
@@ -11,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from . import variants
-from .dispatch import choose_tile
+from .dispatch import Choice, choose, choose_dense, slots
 from .launch import launch
 from .problem import Projection
-from .variants import Tile
+from .variants import Decode, Strip, Tile
 
 ALIGNMENT = 16  # bytes: what one asynchronous copy moves
 PERMUTE_CHUNK = 8  # elements that a thread of the route kernel permutes
@@ -118,21 +119,71 @@ def _glu(routing: Routing, gate: Weights, up: Weights, x_div: int, out_bits: int
     return out
 
 
-def _tile(ids: mx.array, weights: Weights, tile: Tile | None) -> Tile:
-    return tile or choose_tile(ids.size, weights.projection.experts).tile
+def _decode(x: mx.array, ids: mx.array, choice: Choice, *weights: Weights) -> mx.array:
+    """[rows, N]: one product, or gate and up with SwiGLU. Row r reads x[r // (rows / x_rows)]; one launch."""
+    p, rows = weights[0].projection, ids.size
+    assert isinstance(choice.shape, Strip)
+    variant = variants.of(p, len(weights) == 2, choice.shape)
+    assert isinstance(variant, Decode)
+    arrays = [a for w in weights for a in w.arrays]
+    (out,) = launch(
+        variant,
+        [x, *arrays, ids],
+        [((rows, p.n), x.dtype)],
+        [rows, p.n, p.k, int(weights[0].bias is not None), choice.split, p.experts, rows // x.shape[0]],
+        blocks=slots(rows, p.experts) * -(-p.n // variant.features(choice.split)),
+        contiguous=True,
+    )
+    return out
 
 
-def grouped_qmm(x: mx.array, ids: mx.array, weights: Weights, tile: Tile | None = None) -> mx.array:
+def _int32(ids: mx.array) -> mx.array:
+    """Without a launch where the bits are the same: an id from 2^31 on is out of range either way."""
+    return ids if ids.dtype == mx.int32 else ids.view(mx.int32) if ids.dtype == mx.uint32 else ids.astype(mx.int32)
+
+
+def dense_qmm(x: mx.array, weights: Weights, choice: Choice | None = None) -> mx.array:
+    """x [rows, K], at most 32 rows, and weights of one matrix -> [rows, N]: W x^T + bias."""
+    p, rows = weights.projection, x.shape[0]
+    choice = choice or choose_dense(rows, p)
+    assert isinstance(choice.shape, Strip)
+    variant = variants.dense(p, choice.shape)
+    (out,) = launch(
+        variant,
+        [x, *weights.arrays],
+        [((rows, p.n), x.dtype)],
+        [rows, p.n, p.k, int(weights.bias is not None), choice.split],
+        blocks=-(-p.n // variant.features(choice.split)),
+        contiguous=True,
+    )
+    return out
+
+
+def _given(shape: Tile | Choice | None, rows: int, weights: Weights, glu: bool = False) -> Choice:
+    if isinstance(shape, Tile):
+        return Choice(shape, 1, "given")
+    return shape or choose(rows, weights.projection, glu)
+
+
+def grouped_qmm(x: mx.array, ids: mx.array, weights: Weights, shape: Tile | Choice | None = None) -> mx.array:
     """x [x_rows, K], ids [rows], rows a multiple of x_rows -> [rows, N]: row r is W[ids[r]] x[r // (rows / x_rows)]."""
-    routing = route(ids, x, weights.projection.experts, weights.projection.quantization.bits, _tile(ids, weights, tile))
+    choice = _given(shape, ids.size, weights)
+    if isinstance(choice.shape, Strip):
+        return _decode(x, _int32(ids), choice, weights)
+    routing = route(ids, x, weights.projection.experts, weights.projection.quantization.bits, choice.shape)
     return _grouped(routing, routing.x, weights, ids.size // x.shape[0], scatter=True)
 
 
 def moe_glu(
-    x: mx.array, ids: mx.array, gate: Weights, up: Weights, down: Weights, tile: Tile | None = None
+    x: mx.array, ids: mx.array, gate: Weights, up: Weights, down: Weights, shape: Tile | Choice | None = None
 ) -> mx.array:
     """Gated expert MLP with SwiGLU: x [T, H], ids [T * A] -> [T * A, H]. Gate and up are alike but for their values."""
-    routing = route(ids, x, gate.projection.experts, gate.projection.quantization.bits, _tile(ids, gate, tile))
+    choice = _given(shape, ids.size, gate, glu=True)
+    if isinstance(choice.shape, Strip):
+        ids = _int32(ids)
+        last = choice if shape else choose(ids.size, down.projection)
+        return _decode(_decode(x, ids, choice, gate, up), ids, last, down)
+    routing = route(ids, x, gate.projection.experts, gate.projection.quantization.bits, choice.shape)
     hidden = _glu(routing, gate, up, ids.size // x.shape[0], down.projection.quantization.bits)
     return _grouped(routing, hidden, down, 0, scatter=True)
 
@@ -143,15 +194,20 @@ def moe_mlp(
     first: list[Weights],
     activation: Callable[..., mx.array],
     down: Weights,
-    tile: Tile | None = None,
+    shape: Tile | Choice | None = None,
 ) -> mx.array:
     """Expert MLP with any elementwise activation: x [T, H], ids [T * A] -> [T * A, H].
 
-    `activation` gets one array [T * A, 1, F] for each of `first` (which share bits), rows in sorted order, as MLX's
-    own layers call theirs.
+    `activation` gets one array [T * A, 1, F] for each of `first` (which share bits), as MLX's own layers call theirs;
+    rows in sorted order where there are many.
     """
     head = first[0].projection
-    routing = route(ids, x, head.experts, head.quantization.bits, _tile(ids, first[0], tile))
+    choice = _given(shape, ids.size, first[0])
+    if isinstance(choice.shape, Strip):
+        ids = _int32(ids)
+        hidden = activation(*(_decode(x, ids, choice, w)[:, None] for w in first)).squeeze(1)
+        return _decode(hidden, ids, choice if shape else choose(ids.size, down.projection), down)
+    routing = route(ids, x, head.experts, head.quantization.bits, choice.shape)
     x_div = ids.size // x.shape[0]
     projected = [_grouped(routing, routing.x, w, x_div, scatter=False)[:, None] for w in first]
     hidden = permute(activation(*projected).squeeze(1), down.projection.quantization.bits)
@@ -180,6 +236,7 @@ def variants_of(projections: list[Projection], glu: bool) -> list[variants.Varia
 __all__ = [
     "Routing",
     "Weights",
+    "dense_qmm",
     "grouped_qmm",
     "moe_glu",
     "moe_mlp",

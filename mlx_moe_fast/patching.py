@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
-from . import device, dispatch, jit, ops, selftest
+from . import device, dispatch, jit, ops, selftest, variants
 from .eligibility import Reason, Rejection, check_device, describe, forget, fuses
 from .errors import KernelBuildError, NotAccelerated
 from .layers import FAST, plan_experts, warn_once
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One expert layer: its path in the model, its original class, whether it runs on our kernels, why not (a
+    """One layer: its path in the model, its original class, whether it runs on our kernels, why not (a
     `Reason` value, with the fact behind it in `detail`), and the kernels that it launches."""
 
     path: str
@@ -37,7 +37,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Every expert layer of a model, in order."""
+    """Every expert layer and every quantized dense layer of a model, in order."""
 
     layers: tuple[LayerReport, ...]
 
@@ -57,8 +57,8 @@ class PatchReport:
 
     def __str__(self) -> str:
         if not self.layers:
-            return "patched nothing: the model has no mixture-of-experts layer"
-        lines = [f"{len(self.replaced)} of {len(self.layers)} mixture-of-experts layers run on mlx_moe_fast"]
+            return "patched nothing: the model has no mixture-of-experts layer and no quantized one"
+        lines = [f"{len(self.replaced)} of {len(self.layers)} layers run on mlx_moe_fast"]
         alike: dict[tuple, list[LayerReport]] = {}
         for layer in self.layers:
             alike.setdefault((layer.kind, layer.replaced, layer.reason, layer.detail, layer.launches), []).append(layer)
@@ -76,8 +76,12 @@ def _original(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "original", type(module))
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
-    """Expert layers of a model with their projections: MLPs as a whole, linear layers where they stand alone."""
+DENSE = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+
+
+def _candidates(model: nn.Module, dense: bool = True) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
+    """Expert layers of a model with their projections: MLPs as a whole, linear layers where they stand alone. And, if
+    `dense`, quantized dense layers."""
     inside: set[int] = set()
     for path, module in model.named_modules():
         fast = FAST.get(_original(module))
@@ -87,6 +91,8 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Modu
             yield path, module, projections
     for path, module in model.named_modules():
         if id(module) not in inside and _original(module) in (QuantizedSwitchLinear, SwitchLinear):
+            yield path, module, []
+        elif dense and _original(module) in DENSE:
             yield path, module, []
 
 
@@ -107,21 +113,24 @@ def _plan(module: nn.Module) -> list[Projection] | Rejection:
 
 def _variants(module: nn.Module, plan: list[Projection]) -> tuple[str, list[Variant]]:
     """What a layer launches, in words, and every variant behind it."""
-    names = "/".join(dict.fromkeys(str(p.quantization) for p in plan))
+    names = "/".join(dict.fromkeys(str(p.quantization) for p in plan)) + f" {plan[0].dtype}"
+    if _original(module) in DENSE:
+        return f"decode, up to {dispatch.DENSE_ROWS} rows ({names})", variants.needed_dense(plan[0])
     if _original(module) is SwitchGLU and fuses(plan[1], plan[0], module.activation):
-        words = f"route, prefill_sm80 gate+up+SwiGLU, prefill_sm80 down ({names} {plan[0].dtype})"
-        return words, ops.variants_of(plan[1:], True)
-    words = "prefill_sm80" if len(plan) == 1 else f"{len(plan)} prefill_sm80, activation in MLX"
-    return f"route, {words} ({names} {plan[0].dtype})", ops.variants_of(plan, False)
+        words = "gate+up+SwiGLU, down: decode, or route and prefill_sm80"
+        return f"{words} ({names})", ops.variants_of(plan[1:], True)
+    words = "decode, or route and prefill_sm80"
+    words = words if len(plan) == 1 else f"{len(plan)} products, activation in MLX: {words}"
+    return f"{words} ({names})", ops.variants_of(plan, False)
 
 
-def _build(variants: list[Variant]) -> Rejection | None:
+def _build(wanted: list[Variant]) -> Rejection | None:
     """Compiles, loads and runs each variant once, so that nothing can fail in the middle of a generation."""
     target = device.current()
     assert target is not None, "checked by the caller"
     try:
-        jit.prepare(variants, target.arch, lambda n: log.info("compiling %d kernels, once; they are cached", n))
-        selftest.run(variants)
+        jit.prepare(wanted, target.arch, lambda n: log.info("compiling %d kernels, once; they are cached", n))
+        selftest.run(wanted)
     except KernelBuildError as error:
         return _unbuilt(error)
     return None
@@ -133,13 +142,13 @@ def _unbuilt(error: KernelBuildError) -> Rejection:
 
 
 def report(model: nn.Module) -> PatchReport:
-    """How every expert layer of `model` runs now; changes nothing."""
+    """How every expert layer and every quantized dense layer of `model` runs now; changes nothing."""
     return _report(model, {})
 
 
-def _report(model: nn.Module, failed: dict[int, Rejection]) -> PatchReport:
+def _report(model: nn.Module, failed: dict[int, Rejection], dense: bool = True) -> PatchReport:
     rows = []
-    for path, module, parts in _candidates(model):
+    for path, module, parts in _candidates(model, dense):
         kind, fast = _original(module).__name__, getattr(type(module), "is_fast", False)
         plan = failed.get(id(module)) or _plan(module)
         if isinstance(plan, Rejection):
@@ -158,8 +167,9 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
-def patch(model: nn.Module, *, strict: bool = False) -> PatchReport:
-    """Replaces the quantized expert layers of `model` by fast ones, in place.
+def patch(model: nn.Module, *, strict: bool = False, dense: bool = True) -> PatchReport:
+    """Replaces the quantized layers of `model` by fast ones, in place: those of experts, for any number of rows, and
+    dense ones, for the rows of a decode step.
 
     Copies no weight and changes no parameter. Compiles what the layers need (once: it is cached) and evaluates
     everything it makes before it returns. Patch after loading, sharding and adapters. Doing it twice is the same
@@ -167,14 +177,16 @@ def patch(model: nn.Module, *, strict: bool = False) -> PatchReport:
 
     Args:
         model: any mlx_lm model.
-        strict: raise NotAccelerated, and leave the model as it was, if no layer could be replaced or one was not.
+        strict: raise NotAccelerated, and leave the model as it was, if no layer could be replaced or an expert layer
+            was not.
+        dense: replace QuantizedLinear and QuantizedEmbedding (as an output layer) too.
 
     Returns:
         What was replaced and what was not, with the reasons.
     """
     accepted: list[tuple[nn.Module, list[nn.Module], list[Projection]]] = []
     failed: dict[int, Rejection] = {}
-    for _, module, parts in _candidates(model):
+    for _, module, parts in _candidates(model, dense):
         plan = _plan(module)
         if isinstance(plan, Rejection):
             # The projections of an MLP that cannot run as one may still run each for itself.
@@ -193,8 +205,8 @@ def patch(model: nn.Module, *, strict: bool = False) -> PatchReport:
             if type(layer) in FAST:
                 layer.__class__ = FAST[type(layer)]
                 layer.few_rows = dispatch.few_rows(plan[0].n, plan[0].k)
-    result = _report(model, failed)
-    if strict and (result.skipped or not result.replaced):
+    result = _report(model, failed, dense)
+    if strict and (_complaints(result) or not result.replaced):
         for module, kind in before:
             if kind in FAST:
                 _restore(module)
@@ -202,10 +214,15 @@ def patch(model: nn.Module, *, strict: bool = False) -> PatchReport:
     return result
 
 
+def _complaints(result: PatchReport) -> list[LayerReport]:
+    """Expert layers that were left out."""
+    return [layer for layer in result.skipped if layer.kind not in {kind.__name__ for kind in DENSE}]
+
+
 def _complaint(result: PatchReport) -> tuple[str, str]:
-    if not result.layers:
-        return "The model has no mixture-of-experts layer to accelerate.", "Run it without `require`."
-    first = result.skipped[0]
+    if not result.skipped:
+        return "The model has no quantized layer to accelerate.", "Run it without `require`."
+    first = (_complaints(result) or result.skipped)[0]
     return (
         f"{first.path} ({first.kind}) stays on MLX's own kernels, {first.reason}: {first.detail}.",
         "Use `auto` to run it so.",
@@ -230,11 +247,11 @@ def _restore(module: nn.Module) -> None:
 
 
 @contextmanager
-def patched(model: nn.Module, *, strict: bool = False) -> Iterator[PatchReport]:
+def patched(model: nn.Module, *, strict: bool = False, dense: bool = True) -> Iterator[PatchReport]:
     """`patch` for the duration of a `with` block; layers that were patched before stay so after it."""
     before = _fast_layers(model)
     try:
-        yield patch(model, strict=strict)
+        yield patch(model, strict=strict, dense=dense)
     finally:
         kept = set(map(id, before))
         for module in _fast_layers(model):

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 import mlx.core as mx
 
 from . import ops
+from .dispatch import Choice
 from .errors import KernelBuildError
 from .problem import Projection
-from .variants import Prefill, Variant, physical_k
+from .variants import WARPS, Decode, Prefill, Variant, physical_k
 
 DTYPES = {"bf16": mx.bfloat16, "fp16": mx.float16}
 ROWS, N, K, EXPERTS = 3, 8, 128, 2
@@ -20,7 +21,7 @@ _passed: set[str] = set()
 def run(variants: Iterable[Variant]) -> None:
     """Raises KernelBuildError if one of the variants fails; asks each once a process. The route kernel runs along."""
     for variant in variants:
-        if isinstance(variant, Prefill) and variant.id not in _passed:
+        if isinstance(variant, Prefill | Decode) and variant.id not in _passed:
             try:
                 wrong = _wrong(variant)
             except RuntimeError as error:
@@ -32,7 +33,7 @@ def run(variants: Iterable[Variant]) -> None:
             _passed.add(variant.id)
 
 
-def _wrong(variant: Prefill) -> str | None:
+def _wrong(variant: Prefill | Decode) -> str | None:
     """What a variant computes wrongly for weights of q = 1, scale 1/4, bias 1/4 and inputs of 1: K / 2 each."""
     q, dtype = variant.quantization, DTYPES[variant.dtype]
     projection = Projection(EXPERTS, N, K, q, variant.dtype)
@@ -40,14 +41,27 @@ def _wrong(variant: Prefill) -> str | None:
     ones = mx.full((EXPERTS, N, K // q.group_size), 0.25, dtype)
     weights = ops.Weights(projection, mx.full((EXPERTS, N, K * q.bits // 32), word, mx.uint32), ones, ones)
     x, ids = mx.ones((ROWS, K), dtype), mx.array([1, -1, 0], mx.int32)
+    product, activated, zero = [64.0] * N, [4096.0] * N, [0.0] * N  # silu(64) * 64 = 4096
+    if isinstance(variant, Decode):
+        outs, expected = [], []
+        for split in (1, WARPS):
+            choice = Choice(variant.strip, split, "")
+            if variant.kind == "dense":
+                outs.append(ops.dense_qmm(x, weights, choice))
+                expected.append([product] * ROWS)
+            else:
+                glu = variant.kind == "glu"
+                outs.append(ops._decode(x, ids, choice, *[weights] * (2 if glu else 1)))
+                expected.append([activated if glu else product, zero, activated if glu else product])
+        return _difference(mx.stack(outs), expected)
     if variant.glu:
         routing = ops.route(ids, x, EXPERTS, q.bits, variant.tile)
-        # Sorted rows: expert 0, expert 1, and one that is never written. silu(64) * 64 = 4096.
+        # Sorted rows: expert 0, expert 1, and one that is never written.
         out = ops._glu(routing, weights, weights, 1, q.bits)[:2]
-        expected = mx.array([[4096.0] * N] * 2)
-        out = mx.take(out, mx.array([physical_k(n, q.bits) for n in range(N)]), axis=1)
-    else:
-        out = ops.grouped_qmm(x, ids, weights, variant.tile)
-        expected = mx.array([[64.0] * N, [0.0] * N, [64.0] * N])
-    same = mx.array_equal(out.astype(mx.float32), expected)
-    return None if same.item() else f"{out.tolist()}, expected is {expected.tolist()}"
+        return _difference(mx.take(out, mx.array([physical_k(n, q.bits) for n in range(N)]), axis=1), [activated] * 2)
+    return _difference(ops.grouped_qmm(x, ids, weights, variant.tile), [product, zero, product])
+
+
+def _difference(out: mx.array, expected: list) -> str | None:
+    same = mx.array_equal(out.astype(mx.float32), mx.array(expected))
+    return None if same.item() else f"{out.tolist()}, expected is {expected}"

@@ -14,6 +14,8 @@ THREADS = 128  # of a prefill block
 TILE_N = 128  # weight rows of a prefill block; GLU: half of them gate, half up
 K_BLOCK_BYTES = 64  # of a weight row: one pipeline stage, and the block in which K is permuted
 ROUTE_THREADS = 512
+WARPS = 4  # of a decode block, and parts of K
+SPAN_BYTES, SCALE_PITCH = 32, 72  # kernels/decode.cu
 
 
 def k_block(bits: int) -> int:
@@ -100,6 +102,68 @@ class Prefill:
 
 
 @dataclass(frozen=True)
+class Strip:
+    """Launch shape of the decode kernel: `columns` rows of x at once, `tiles` of 16 weight rows a warp (GLU: half of
+    them gate, half up), `stages` of the ring, `blocks_per_sm` that the register budget allows for."""
+
+    columns: int
+    tiles: int
+    stages: int
+    blocks_per_sm: int
+
+
+DENSE_STRIPS = {s.columns: s for s in (Strip(8, 2, 2, 5), Strip(16, 2, 3, 4), Strip(32, 2, 3, 2))}
+EXPERT_STRIP = Strip(8, 2, 2, 4)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A variant of kernels/decode.cu. `kind`: "dense", or of experts "plain" or "glu"."""
+
+    quantization: Quantization
+    dtype: str
+    kind: str
+    strip: Strip
+
+    source = "decode.cu"
+    threads = 32 * WARPS
+
+    @cached_property
+    def id(self) -> str:
+        return f"decode_{self.kind}_{self.quantization}_{self.dtype}_m{self.strip.columns}"
+
+    def features(self, split: int) -> int:
+        """Output features of a block, of whose warps `split` share the parts of K."""
+        return 16 * self.strip.tiles // (2 if self.kind == "glu" else 1) * WARPS // split
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the kernel asserts the same number."""
+        s, q = self.strip, self.quantization
+        ring = s.stages * s.tiles * 2 * 16 * SPAN_BYTES
+        scales = s.tiles * 16 * (SPAN_BYTES * 8 // q.bits) // q.group_size * SCALE_PITCH
+        sums = s.columns * (16 * s.tiles + 4) * 4
+        return WARPS * (ring + scales + sums + (0 if self.kind == "dense" else s.columns * 4))
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """Macros that make this variant out of the source."""
+        return {
+            "MOE_ENTRY": self.id,
+            "MOE_DTYPE": {"bf16": "Bf16", "fp16": "Fp16"}[self.dtype],
+            "MOE_BITS": self.quantization.bits,
+            "MOE_GROUP": self.quantization.group_size,
+            "MOE_ROUTED": int(self.kind != "dense"),
+            "MOE_GLU": int(self.kind == "glu"),
+            "MOE_BLOCKS": self.strip.columns // 8,
+            "MOE_TILES": self.strip.tiles,
+            "MOE_STAGES": self.strip.stages,
+            "MOE_BLOCKS_PER_SM": self.strip.blocks_per_sm,
+            "MOE_SHARED_BYTES": self.shared_bytes,
+        }
+
+
+@dataclass(frozen=True)
 class Route:
     """A variant of kernels/route.cu: routing lists, and activations permuted for `bits`-bit weights."""
 
@@ -132,25 +196,60 @@ class Probe:
         return {"MOE_ENTRY": self.id}
 
 
-Variant = Prefill | Route | Probe
+@dataclass(frozen=True)
+class Stamp:
+    """kernels/stamp.cu: the GPU's clock between two kernels, for benchmarks."""
+
+    source = "stamp.cu"
+    id = "stamp"
+    threads = 256
+    shared_bytes = 0
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return {"MOE_ENTRY": self.id, "MOE_THREADS": self.threads}
+
+
+Variant = Prefill | Decode | Route | Probe | Stamp
 
 
 route = cache(Route)
 
 
 @cache
-def of(projection: Projection, glu: bool, tile: Tile) -> Prefill:
-    """The variant that computes `projection` (GLU: a pair of such) with `tile`."""
-    return Prefill(projection.quantization, projection.dtype, glu, tile)
+def of(projection: Projection, glu: bool, shape: Tile | Strip) -> Prefill | Decode:
+    """The variant that computes `projection` of experts (GLU: a pair of such) with `shape`."""
+    if isinstance(shape, Strip):
+        return Decode(projection.quantization, projection.dtype, "glu" if glu else "plain", shape)
+    return Prefill(projection.quantization, projection.dtype, glu, shape)
+
+
+@cache
+def dense(projection: Projection, strip: Strip) -> Decode:
+    """The variant that computes one dense `projection`."""
+    return Decode(projection.quantization, projection.dtype, "dense", strip)
 
 
 def needed(projection: Projection, glu: bool) -> list[Variant]:
-    """Every variant that `projection` may be dispatched to."""
-    return [route(projection.quantization.bits), *(of(projection, glu, tile) for tile in TILES.values())]
+    """Every variant that `projection` of experts may be dispatched to."""
+    shapes: list[Tile | Strip] = [EXPERT_STRIP, *TILES.values()]
+    return [route(projection.quantization.bits), *(of(projection, glu, shape) for shape in shapes)]
+
+
+def needed_dense(projection: Projection) -> list[Variant]:
+    """Every variant that a dense `projection` may be dispatched to."""
+    return [dense(projection, strip) for strip in DENSE_STRIPS.values()]
 
 
 def all_variants() -> list[Variant]:
     """Every declared variant."""
     quantizations = [Quantization(bits, group) for bits, group in product(BITS, GROUP_SIZES)]
     prefills = product(quantizations, DTYPES, (False, True), TILES.values())
-    return [Probe(), *(Route(bits) for bits in BITS), *(Prefill(*p) for p in prefills)]
+    decodes = [*product(("plain", "glu"), [EXPERT_STRIP]), *product(("dense",), DENSE_STRIPS.values())]
+    return [
+        Probe(),
+        Stamp(),
+        *(Route(bits) for bits in BITS),
+        *(Prefill(*p) for p in prefills),
+        *(Decode(q, dtype, kind, strip) for q, dtype, (kind, strip) in product(quantizations, DTYPES, decodes)),
+    ]

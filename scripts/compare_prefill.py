@@ -20,9 +20,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
-from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from model_runs import LayerError, import_pyplot, load, log, make_prompt, positive, quantization_of, speed, switch_error
+from model_runs import float32_output as float32_output  # tested as part of this script
 
 import mlx_moe_fast
 from mlx_moe_fast.bench import (
@@ -34,8 +34,6 @@ from mlx_moe_fast.bench import (
     prefill_case,
     write_results,
 )
-from mlx_moe_fast.eligibility import DTYPES
-from mlx_moe_fast.problem import Quantization
 
 GREEDY_PROMPT = "The quick brown fox jumps over"
 REFERENCE_TOKENS = 256
@@ -52,7 +50,9 @@ def main() -> None:
     with mlx_moe_fast.patched(model) as report:
         log(str(report))
 
-    error = reference_error(model, config, args.seed)
+    error = switch_error(model, config, REFERENCE_TOKENS, args.seed)
+    if not error:
+        log("no SwitchGLU layer, so no error against float32")
     stock = Side("stock", mlx_moe_fast.unpatch, model, tokenizer, args.prefill_step_size)
     ours = Side("patched", mlx_moe_fast.patch, model, tokenizer, args.prefill_step_size)
     comparisons = {}
@@ -63,9 +63,7 @@ def main() -> None:
 
     print(markdown_table(rows, table_columns(comparisons)))
     if error:
-        print(
-            f"\nRelative RMS error of {error.layer} against float32: patched {error.ours:.3g}, stock {error.stock:.3g}."
-        )
+        print(f"\n{error}")
     if args.max_tokens:
         print(f"\n{greedy_agreement(stock, ours, args.max_tokens)}")
     if args.json:
@@ -75,11 +73,6 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    def positive(text: str) -> int:
-        if (value := int(text)) < 1:
-            raise ValueError
-        return value
-
     parser = argparse.ArgumentParser(description="Compare prompt processing of stock mlx-lm with patched layers.")
     parser.add_argument("--model", required=True, metavar="DIR_OR_REPO", help="folder, or OWNER/NAME on the Hub")
     parser.add_argument(
@@ -98,45 +91,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the results; needs matplotlib")
     return parser.parse_args()
-
-
-# ---- model and prompts --------------------------------------------------------------------------
-
-
-def load(model: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """As `mlx_lm.load`; exits with a message when there is no such model."""
-    if not Path(model).is_dir() and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
-        sys.exit(f"error: there is no model folder {model}")
-    try:
-        loaded, tokenizer, config = mlx_lm.load(model, return_config=True)  # type: ignore[misc]
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: cannot load {model}: {error}")
-    return loaded, tokenizer, config
-
-
-def quantization_of(model: nn.Module, config: dict[str, Any]) -> str:
-    """For example affine4g64; the dtype when the model is not quantized."""
-    if found := config.get("quantization"):
-        return str(Quantization(found["bits"], found["group_size"], found.get("mode", "affine")))
-    return DTYPES.get(float_dtype(model), "fp32")
-
-
-def float_dtype(model: nn.Module) -> mx.Dtype:
-    parameters = dict(tree_flatten(model.parameters())).values()
-    return next(p.dtype for p in parameters if mx.issubdtype(p.dtype, mx.floating))
-
-
-def make_prompt(tokenizer: TokenizerWrapper, length: int, text: Path | None, seed: int) -> list[int]:
-    """`length` token ids: of the text, or random ones that are not special."""
-    if text is None:
-        plain = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-        return np.random.default_rng(seed).choice(plain, length).tolist()
-    if not text.is_file():
-        sys.exit(f"error: there is no text file {text}")
-    tokens = tokenizer.encode(text.read_text())
-    if not tokens:
-        sys.exit(f"error: {text} has no tokens")
-    return np.resize(tokens, length).tolist()
 
 
 # ---- measurement --------------------------------------------------------------------------------
@@ -232,99 +186,7 @@ def greedy_agreement(stock: Side, ours: Side, max_tokens: int) -> str:
     )
 
 
-# ---- error of one layer -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerError:
-    """||out - ref|| / ||ref|| of one mixture-of-experts layer against float32."""
-
-    layer: str
-    ours: float
-    stock: float
-
-
-def reference_error(model: nn.Module, config: dict[str, Any], seed: int) -> LayerError | None:
-    """The error of the first SwitchGLU for random activations and experts; None when the model has none."""
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, SwitchGLU)}
-    if not layers:
-        log("no SwitchGLU layer, so no error against float32")
-        return None
-    path = min(layers)
-    layer = layers[path]
-    experts, hidden = layer.up_proj.num_experts, layer.up_proj.input_dims
-    top_k = min(config.get("num_experts_per_tok", 8), experts)
-    x_key, indices_key = mx.random.split(mx.random.key(seed))
-    x = mx.random.normal((REFERENCE_TOKENS, hidden), key=x_key).astype(float_dtype(model))
-    scores = mx.random.uniform(shape=(REFERENCE_TOKENS, experts), key=indices_key)
-    indices = mx.argsort(scores, axis=-1)[:, :top_k]
-
-    reference = float32_output(layer, x, indices)
-
-    def error() -> float:
-        out = np.array(layer(x, indices).astype(mx.float32))
-        return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))
-
-    stock = error()
-    with mlx_moe_fast.patched(model):
-        return LayerError(path, error(), stock)
-
-
-def float32_output(layer: SwitchGLU, x: mx.array, indices: mx.array) -> np.ndarray:
-    """What the layer's weights, dequantized to float32, make of `x` in float32.
-
-    Args:
-        layer: its three projections are quantized or not.
-        x: (tokens, hidden).
-        indices: (tokens, top-k) expert ids.
-
-    Returns:
-        (tokens, top-k, hidden) float32.
-    """
-    rows, chosen = np.array(x.astype(mx.float32)), np.array(indices)
-    out = np.empty((*chosen.shape, rows.shape[-1]), np.float32)
-    for expert in np.unique(chosen):
-        tokens, slots = np.nonzero(chosen == expert)
-        up = project(layer.up_proj, int(expert), rows[tokens])
-        gate = project(layer.gate_proj, int(expert), rows[tokens])
-        activated = np.array(layer.activation(mx.array(up), mx.array(gate)))
-        out[tokens, slots] = project(layer.down_proj, int(expert), activated)
-    return out
-
-
-def project(linear: nn.Module, expert: int, rows: np.ndarray) -> np.ndarray:
-    """One expert's projection of `rows` in float32. NumPy multiplies, since MLX may use TF32 for float32."""
-    y = rows @ np.array(float32_weight(linear, expert)).T
-    if "bias" in linear:
-        y += np.array(linear.bias[expert].astype(mx.float32))
-    return y
-
-
-def float32_weight(linear: nn.Module, expert: int) -> mx.array:
-    # Integers stay: packed weights, and the uint8 scales of the modes that are not affine.
-    arrays = {
-        name: values[expert].astype(mx.float32) if mx.issubdtype(values.dtype, mx.floating) else values[expert]
-        for name, values in linear.parameters().items()
-    }
-    if "scales" not in arrays:
-        return arrays["weight"]
-    return mx.dequantize(
-        arrays["weight"],
-        arrays["scales"],
-        arrays.get("biases"),
-        group_size=linear.group_size,
-        bits=linear.bits,
-        mode=linear.mode,
-        global_scale=arrays.get("global_scale"),
-        dtype=mx.float32,
-    )
-
-
 # ---- output -------------------------------------------------------------------------------------
-
-
-def log(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def variant_of(report: mlx_moe_fast.PatchReport) -> str:
@@ -348,15 +210,11 @@ def make_row(case: str, variant: str, comparison: Comparison, error: LayerError 
         speedup=stock.median / ours.median,
         rel_rms=error.ours if error else None,
         stock_rel_rms=error.stock if error else None,
-        verified=error.ours <= 2 * error.stock if error else None,
+        verified=error.verified if error else None,
     )
 
 
 def table_columns(comparisons: dict[str, Comparison]) -> dict[str, str | Callable[[Row], Any]]:
-    def speed(timing: Timing, tokens: int) -> str:
-        median, low, high = (f"{1e6 * tokens / us:,.0f}" for us in (timing.median, timing.p80, timing.p20))
-        return f"{median} ({low}–{high})"
-
     def column(get: Callable[[Comparison], Any]) -> Callable[[Row], Any]:
         return lambda row: get(comparisons[row.case])
 
@@ -370,14 +228,6 @@ def table_columns(comparisons: dict[str, Comparison]) -> dict[str, str | Callabl
         "largest logit difference": column(lambda c: c.logit_difference),
         "std of stock logits": column(lambda c: c.stock_logit_std),
     }
-
-
-def import_pyplot() -> Any:
-    try:
-        import matplotlib.pyplot as pyplot
-    except ImportError:
-        sys.exit('error: --plot needs matplotlib: pip install "mlx-moe-fast[bench]"')
-    return pyplot
 
 
 def plot(path: Path, rows: Sequence[Row], title: str) -> None:

@@ -1,4 +1,4 @@
-"""Write the tables of README.md from scripts/results/*.json.
+"""Write the tables of README.md and of the pages in docs/ from scripts/results/*.json.
 
 Between `<!-- results:NAME -->` and `<!-- /results:NAME -->` stands what scripts/results/NAME.json holds.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from mlx_moe_fast.bench import Results, Row, markdown_table, read_results
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"(?P<open><!-- results:(?P<name>[\w.-]+) -->\n).*?(?P<close><!-- /results:(?P=name) -->)", re.S)
 _MARKER = re.compile(r"<!-- /?results:")
 
@@ -23,26 +24,37 @@ Columns = dict[str, str | Callable[[Row], Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write README's tables from the results files.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if README differs")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
+    parser = argparse.ArgumentParser(description="Write the pages' tables from the results files.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page differs")
+    parser.add_argument(
+        "--pages",
+        type=Path,
+        nargs="+",
+        default=PAGES,
+        metavar="FILE",
+        help="(default: README.md and docs/*.md)",
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", metavar="DIR")
     args = parser.parse_args()
 
-    try:
-        old = args.readme.read_text()
-        new = render(old, args.results)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
-    if new == old:
-        return
-    if args.check:
-        sys.exit(f"error: {args.readme} differs from {args.results}; run scripts/readme_tables.py")
-    args.readme.write_text(new)
+    changed = {}
+    for page in args.pages:
+        try:
+            old = page.read_text()
+            new = render(old, args.results)
+        except (OSError, ValueError) as error:
+            sys.exit(f"error: {page}: {error}")
+        if new != old:
+            changed[page] = new
+    if args.check and changed:
+        names = ", ".join(map(str, changed))
+        sys.exit(f"error: {names}: differs from {args.results}; run scripts/readme_tables.py")
+    for page, text in changed.items():
+        page.write_text(text)
 
 
-def render(readme: str, results: Path) -> str:
-    """`readme` with every marked block replaced by the tables of its results file.
+def render(page: str, results: Path) -> str:
+    """`page` with every marked block replaced by the tables of its results file.
 
     Raises:
         ValueError: a marker without its partner, an invalid results file, or an unknown suite.
@@ -52,9 +64,9 @@ def render(readme: str, results: Path) -> str:
     def block(match: re.Match[str]) -> str:
         return match["open"] + tables(read_results(results / f"{match['name']}.json")) + "\n" + match["close"]
 
-    if _MARKER.search(_BLOCK.sub("", readme)):
-        raise ValueError("README has a results marker without its partner")
-    return _BLOCK.sub(block, readme)
+    if _MARKER.search(_BLOCK.sub("", page)):
+        raise ValueError("a results marker without its partner")
+    return _BLOCK.sub(block, page)
 
 
 def tables(results: Results) -> str:
@@ -63,10 +75,9 @@ def tables(results: Results) -> str:
     Rows of dense bf16 products stand beside ours in the file, for scale, and are left out.
     """
     parts = []
-    for suite, rows in groupby(results.rows, lambda row: row.suite):
-        if suite not in COLUMNS:
-            raise ValueError(f"no columns for suite {suite!r}; known: {', '.join(COLUMNS)}")
-        parts.append(markdown_table([row for row in rows if row.variant != "dense-bf16"], COLUMNS[suite]))
+    for suite, group in groupby(results.rows, lambda row: row.suite):
+        rows = [row for row in group if row.variant != "dense-bf16"]
+        parts.append(markdown_table(rows, columns(suite, rows)))
     return "\n\n".join([*parts, caption(results)])
 
 
@@ -79,6 +90,25 @@ def caption(results: Results) -> str:
 
 
 # ---- columns ------------------------------------------------------------------------------------
+
+
+def columns(suite: str, rows: Sequence[Row]) -> Columns:
+    """What the table of a suite's rows shows; a column may set a row against others.
+
+    Raises:
+        ValueError: an unknown suite.
+    """
+    if suite not in COLUMNS:
+        raise ValueError(f"no columns for suite {suite!r}; known: {', '.join(COLUMNS)}")
+    if suite != "batch":
+        return COLUMNS[suite]
+    single = {row.case.rpartition("-B")[0]: row.tok_s for row in rows if row.case.endswith("-B1")}
+
+    def scaling(row: Row) -> str | None:
+        base = single.get(row.case.rpartition("-B")[0])
+        return None if base is None or row.tok_s is None else f"{row.tok_s / base:.2f}x"
+
+    return COLUMNS[suite] | {"ours against batch 1": scaling}
 
 
 def _speedup(row: Row) -> str | None:

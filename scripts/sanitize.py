@@ -31,13 +31,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from cases import Case, make_ids  # noqa: E402
+from cases import Case, make_ids, make_weights  # noqa: E402
+from cases import floats as random_floats  # noqa: E402
 from numerics import array, check, grouped, moe_glu  # noqa: E402
 
 from mlx_moe_fast import jit, ops, variants  # noqa: E402
+from mlx_moe_fast.dispatch import Choice  # noqa: E402
 from mlx_moe_fast.errors import MlxMoeFastError  # noqa: E402
-from mlx_moe_fast.problem import Device, Quantization  # noqa: E402
-from mlx_moe_fast.variants import Prefill, Probe, Route, Variant  # noqa: E402
+from mlx_moe_fast.problem import Device, Projection, Quantization  # noqa: E402
+from mlx_moe_fast.variants import Decode, Prefill, Probe, Route, Variant  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TIMEOUT = 300  # seconds a process may take: a kernel may wait for ever
@@ -66,28 +68,46 @@ def floats(a: np.ndarray, dtype: str) -> np.ndarray:
     return a.view(np.float16).astype(np.float32) if dtype == "fp16" else (a.astype(np.uint32) << 16).view(np.float32)
 
 
-def cases(variant: Prefill) -> list[Case]:
+def is_glu(variant: Prefill | Decode) -> bool:
+    return variant.glu if isinstance(variant, Prefill) else variant.kind == "glu"
+
+
+def cases(variant: Prefill | Decode) -> list[Case]:
     """A tile and one row, with bias; several tiles an expert, ids out of range. N and K end inside a block."""
-    q, m, n = variant.quantization, variant.tile.m, 160 if variant.glu else 136
+    q, n = variant.quantization, 160 if is_glu(variant) else 136
+    m = variant.tile.m if isinstance(variant, Prefill) else variant.strip.columns
     shapes = (m + 1, 1, 3 * q.group_size, n, 2), (2 * m + 5, 2, 256 + q.group_size, n - 64, 5)
     extra: tuple[dict, dict] = {"has_bias": True, "ids": "one"}, {"ids": "bad"}
     down = Quantization(q.bits, 32)  # whose K may end where these N do
     return [Case(*s, q, variant.dtype, down=down, **e) for s, e in zip(shapes, extra, strict=True)]
 
 
-def prefill(variant: Prefill, case: Case) -> Problem:
+def experts(variant: Prefill | Decode, case: Case, shape: variants.Tile | Choice) -> Problem:
     """One product, or a whole gated layer: nothing may read what the GLU kernel leaves unwritten."""
     x, ids, *weights = case.arrays()
-    weights = weights if variant.glu else weights[:1]
-    reference = (moe_glu if variant.glu else grouped)(
+    weights = weights if is_glu(variant) else weights[:1]
+    reference = (moe_glu if is_glu(variant) else grouped)(
         array(x).repeat(case.top_k, axis=0), array(ids).flatten(), *weights
     )
 
     def judge(out: np.ndarray) -> None:
-        check(floats(out, variant.dtype), reference, variant.dtype, products=3 if variant.glu else 1)
+        check(floats(out, variant.dtype), reference, variant.dtype, products=3 if is_glu(variant) else 1)
 
-    arguments = (raw(x), raw(ids.flatten()), *map(raw, weights), variant.tile)
-    return Problem("moe_glu" if variant.glu else "grouped_qmm", arguments, judge)
+    arguments = (raw(x), raw(ids.flatten()), *map(raw, weights), shape)
+    return Problem("moe_glu" if is_glu(variant) else "grouped_qmm", arguments, judge)
+
+
+def dense(variant: Decode, split: int) -> Problem:
+    """One matrix, a row fewer than the strip holds, with bias; N and K end inside a block."""
+    rng, rows, k = np.random.default_rng(split), variant.strip.columns - 1, 256 + variant.quantization.group_size
+    weights = make_weights(rng, Projection(1, 136, k, variant.quantization, variant.dtype, has_bias=True))
+    x = random_floats(rng, (rows, k), variant.dtype)
+    reference = grouped(array(x), np.zeros(rows, np.int32), weights)
+
+    def judge(out: np.ndarray) -> None:
+        check(floats(out, variant.dtype), reference, variant.dtype)
+
+    return Problem("dense_qmm", (raw(x), raw(weights), Choice(variant.strip, split, "")), judge)
 
 
 def route(variant: Route, rows: int, k: int, tile: variants.Tile) -> Problem:
@@ -119,7 +139,14 @@ def probe() -> Problem:
 
 def problems(variant: Variant) -> list[Problem]:
     if isinstance(variant, Prefill):
-        return [prefill(variant, case) for case in cases(variant)]
+        return [experts(variant, case, variant.tile) for case in cases(variant)]
+    if isinstance(variant, Decode) and variant.kind == "dense":
+        return [dense(variant, split) for split in (1, variants.WARPS)]
+    if isinstance(variant, Decode):
+        return [
+            experts(variant, case, Choice(variant.strip, split, ""))
+            for case, split in zip(cases(variant), (1, variants.WARPS), strict=True)
+        ]
     if isinstance(variant, Route):
         return [route(variant, rows, 160, tile) for rows, tile in zip((1, 600), variants.TILES.values(), strict=False)]
     return [probe()]
@@ -127,6 +154,9 @@ def problems(variant: Variant) -> list[Problem]:
 
 def launched(variant: Variant) -> list[Variant]:
     """Every kernel that the problems of a variant launch."""
+    if isinstance(variant, Decode):
+        down = cases(variant)[0].down
+        return [variant, *([replace(variant, kind="plain", quantization=down)] if is_glu(variant) else [])]
     if not isinstance(variant, Prefill):
         return [variant]
     down = [replace(variant, glu=False, quantization=cases(variant)[0].down)] if variant.glu else []
@@ -293,7 +323,7 @@ def groups(wanted: Iterable[Variant]) -> list[list[Variant]]:
     """Variants that share a process: those of a quantization and dtype; routing and the probe."""
 
     def key(v: Variant) -> str:
-        return f"{v.quantization} {v.dtype}" if isinstance(v, Prefill) else ""
+        return f"{v.quantization} {v.dtype}" if isinstance(v, Prefill | Decode) else ""
 
     return [list(g) for _, g in itertools.groupby(sorted(wanted, key=key), key)]
 

@@ -2,35 +2,106 @@
 
 import mlx.core as mx
 import numpy as np
-from cases import Case, make_ids, make_weights
+from cases import Case, around, floats, make_ids, make_weights
 from numerics import array, check, grouped, moe_glu
 
 from mlx_moe_fast import ops, variants
+from mlx_moe_fast.dispatch import Choice
 from mlx_moe_fast.problem import Projection, Quantization
-from mlx_moe_fast.variants import Prefill, Tile
+from mlx_moe_fast.variants import DENSE_STRIPS, EXPERT_STRIP, WARPS, Decode, Prefill, Tile
 
 Q4 = Quantization(4, 64)
 
 
-def run_plain(case: Case, tile: Tile | None = None) -> tuple[mx.array, np.ndarray]:
+Shape = Tile | Choice | None
+
+
+def shapes_of(variant: Prefill | Decode) -> list[Tile | Choice]:
+    """How a variant is asked for: a decode kernel's warps share K, or do not."""
+    if isinstance(variant, Prefill):
+        return [variant.tile]
+    return [Choice(variant.strip, split, "forced") for split in (1, WARPS)]
+
+
+def multiply(variant: Prefill | Decode, shape: Tile | Choice, x: mx.array, ids: mx.array, w: ops.Weights) -> mx.array:
+    """A product by a variant; a dense one, whose weights are one matrix, in as many calls as it needs."""
+    if isinstance(variant, Decode) and variant.kind == "dense":
+        step = variant.strip.columns
+        return mx.concatenate([ops.dense_qmm(x[i : i + step], w, shape) for i in range(0, x.shape[0], step)])
+    return ops.grouped_qmm(x, ids, w, shape)
+
+
+def experts_of(variant: Prefill | Decode, experts: int) -> int:
+    """`experts`, or the one matrix of a dense variant."""
+    return 1 if isinstance(variant, Decode) and variant.kind == "dense" else experts
+
+
+def run_plain(case: Case, shape: Shape = None) -> tuple[mx.array, np.ndarray]:
     """One projection of a case: result and reference."""
     x, ids, gate, _, _ = case.arrays()
-    out = ops.grouped_qmm(x, ids.flatten(), gate, tile)
+    out = ops.grouped_qmm(x, ids.flatten(), gate, shape)
     return out, grouped(array(x).repeat(case.top_k, axis=0), array(ids).flatten(), gate)
 
 
-def run_glu(case: Case, tile: Tile | None = None) -> tuple[mx.array, np.ndarray]:
+def run_glu(case: Case, shape: Shape = None) -> tuple[mx.array, np.ndarray]:
     """The whole expert MLP of a case: result and reference."""
     x, ids, gate, up, down = case.arrays()
-    out = ops.moe_glu(x, ids.flatten(), gate, up, down, tile)
+    out = ops.moe_glu(x, ids.flatten(), gate, up, down, shape)
     return out, moe_glu(array(x).repeat(case.top_k, axis=0), array(ids).flatten(), gate, up, down)
 
 
-def run(case: Case, glu: bool, tile: Tile | None = None) -> mx.array:
+def run(case: Case, glu: bool, shape: Shape = None) -> mx.array:
     """Runs and checks a case; returns the result."""
-    out, reference = (run_glu if glu else run_plain)(case, tile)
+    out, reference = (run_glu if glu else run_plain)(case, shape)
     check(out, reference, case.dtype, 3 if glu else 1)
     return out
+
+
+def run_dense(variant: Decode, choice: Choice) -> list[mx.array]:
+    """Runs and checks a dense variant around its strip: rows, tails in N and K, rows of scales of any alignment."""
+    q, columns, outs = variant.quantization, variant.strip.columns, []
+    g, block = q.group_size, 1024 // q.bits  # elements of K that a lane's aligned scales belong to
+    shapes = [(1, 8, g), (columns, 128, 4 * block), (columns // 2 + 1, 136, block + g), (columns - 1, 40, 17 * g)]
+    for rows, n, k in shapes:
+        rng = np.random.default_rng(rows)
+        weights = make_weights(rng, Projection(1, n, k, q, variant.dtype, has_bias=n == 136))
+        x = floats(rng, (rows, k), variant.dtype)
+        out = ops.dense_qmm(x, weights, choice)
+        check(out, grouped(array(x), np.zeros(rows, np.int32), weights), variant.dtype)
+        outs.append(out)
+    return outs
+
+
+def run_variant(variant: Prefill | Decode) -> None:
+    """Runs and checks a variant on the shapes around its tile."""
+    for shape in shapes_of(variant):
+        if isinstance(variant, Decode) and variant.kind == "dense":
+            run_dense(variant, shape)
+            continue
+        glu = variant.glu if isinstance(variant, Prefill) else variant.kind == "glu"
+        rows = variant.tile.m if isinstance(variant, Prefill) else variant.strip.columns
+        for case in around(rows, variant.quantization, variant.dtype):
+            run(case, glu, shape)
+
+
+def batch_does_not_change_a_row(dtype: str) -> None:
+    """A row's bits are the same alone and among 32, with any strip and however the warps share K."""
+    rng = np.random.default_rng(5)
+    dense = make_weights(rng, Projection(1, 136, 704, Q4, dtype))
+    x = floats(rng, (32, 704), dtype)
+    full = array(ops.dense_qmm(x, dense))
+    for columns, strip in DENSE_STRIPS.items():
+        for split in (1, WARPS):
+            for rows in (1, columns):
+                np.testing.assert_array_equal(
+                    array(ops.dense_qmm(x[:rows], dense, Choice(strip, split, ""))), full[:rows]
+                )
+    x, ids, gate, up, down = Case(32, 2, 704, 192, 8, Q4, dtype).arrays()
+    full = array(ops.moe_glu(x, ids.flatten(), gate, up, down))
+    for rows in (1, 3, 8, 31):
+        for choice in (None, *(Choice(EXPERT_STRIP, split, "") for split in (1, WARPS))):
+            out = ops.moe_glu(x[:rows], ids[:rows].flatten(), gate, up, down, choice)
+            np.testing.assert_array_equal(array(out), full[: 2 * rows])
 
 
 def routing_is_a_stable_sort(rows: int, tile: Tile, kind: str, experts: int = 67) -> None:
@@ -56,46 +127,49 @@ def permutation_is_the_formula(bits: int, k: int) -> None:
     np.testing.assert_array_equal(array(ops.permute(x, bits)), expected)
 
 
-def exact_in_integers(variant: Prefill) -> None:
+def exact_in_integers(variant: Prefill | Decode) -> None:
     """Integer inputs and bias, scales of one: every sum is exact in fp32, so every bit must be right. Sums are larger
     than 16 bits hold, so that a rounding before the bias would show."""
-    q, rng = variant.quantization, np.random.default_rng(1)
-    p = Projection(3, 136, 384, q, variant.dtype, has_bias=True)
+    q, rng, experts = variant.quantization, np.random.default_rng(1), experts_of(variant, 3)
+    p = Projection(experts, 136, 384, q, variant.dtype, has_bias=True)
     weights = make_weights(rng, p)
     ones = mx.ones_like(weights.scales)
-    bias = mx.array(rng.integers(-99, 100, (3, 136)).astype(np.float32)).astype(ones.dtype)
+    bias = mx.array(rng.integers(-99, 100, (experts, 136)).astype(np.float32)).astype(ones.dtype)
     weights = ops.Weights(p, weights.weight & 0x11111111, ones, -ones, bias)  # weights of -1, 0 and, at 8 bits, to 16
     top = 100 if q.bits == 4 else 10
     x = mx.array(rng.integers(-top, top + 1, (70, 384)).astype(np.float32)).astype(weights.scales.dtype)
-    ids = make_ids(rng, 70, 1, 3, "duplicates").flatten()
+    ids = make_ids(rng, 70, 1, experts, "duplicates").flatten()
     reference = mx.array(grouped(array(x), ids, weights)).astype(x.dtype)
-    np.testing.assert_array_equal(array(ops.grouped_qmm(x, mx.array(ids), weights, variant.tile)), array(reference))
+    for shape in shapes_of(variant):
+        out = multiply(variant, shape, x, mx.array(ids), weights)
+        np.testing.assert_array_equal(array(out), array(reference))
 
 
-def bad_values_stay_in_their_row(bad: float, tile: Tile | None = None) -> None:
+def bad_values_stay_in_their_row(bad: float, shape: Shape = None) -> None:
     """A NaN or an infinity of one token reaches its own rows and changes no bit of another, nor does a token of them,
     which lies beside the padding of the token before."""
     case = Case(70, 2, 192, 192, 4, Q4)
     x, ids, gate, up, down = case.arrays()
-    clean = array(ops.moe_glu(x, ids.flatten(), gate, up, down, tile))
+    clean = array(ops.moe_glu(x, ids.flatten(), gate, up, down, shape))
     for where in (17, slice(None)):
         x[5, where] = bad
-        out = array(ops.moe_glu(x, ids.flatten(), gate, up, down, tile))
+        out = array(ops.moe_glu(x, ids.flatten(), gate, up, down, shape))
         touched = np.zeros(case.rows, bool)
         touched[10:12] = True  # both experts of token 5
         np.testing.assert_array_equal(out[~touched], clean[~touched])
         assert not np.isfinite(out[touched]).all(axis=1).any()
 
 
-def large_gates_saturate(variant: Prefill) -> None:
+def large_gates_saturate(variant: Prefill | Decode) -> None:
     """Gates far beyond where e^x overflows give silu's limits, 0 and x."""
     case = Case(15, 1, 384, 256, 1, variant.quantization, variant.dtype)
     x, ids, gate, up, down = case.arrays()
     loud = ops.Weights(gate.projection, gate.weight, gate.scales * 64, gate.biases * 64)
     rows, flat = array(x), array(ids).flatten()
     assert np.abs(grouped(rows, flat, loud)).max() > 100
-    out = ops.moe_glu(x, ids.flatten(), loud, up, down, variant.tile)
-    check(out, moe_glu(rows, flat, loud, up, down), variant.dtype, 3)
+    for shape in shapes_of(variant):
+        out = ops.moe_glu(x, ids.flatten(), loud, up, down, shape)
+        check(out, moe_glu(rows, flat, loud, up, down), variant.dtype, 3)
 
 
 def neighbours_do_not_change_a_row(tile: Tile) -> None:
@@ -107,19 +181,23 @@ def neighbours_do_not_change_a_row(tile: Tile) -> None:
         np.testing.assert_array_equal(array(part), full[first : first + count])
 
 
-def one_hot_rows_show_the_weights(variant: Prefill) -> None:
-    """Row k of the identity gives column k of the weights, each rounded once: a layout fault is readable."""
+def one_hot_rows_show_the_weights(variant: Prefill | Decode) -> None:
+    """Row k of the identity gives column k of the weights, rounded: a layout fault is readable."""
     q = variant.quantization
     k = 2 * q.group_size + 64 - 64 % q.group_size if q.group_size <= 64 else 256
     p = Projection(1, 136, k, q, variant.dtype)
     weights = make_weights(np.random.default_rng(2), p)
     x = mx.eye(k).astype(weights.scales.dtype)
-    out = array(ops.grouped_qmm(x, mx.zeros((k,), mx.int32), weights, variant.tile))
-    exact = grouped(np.eye(k, dtype=np.float32), np.zeros(k, np.int32), weights)
-    np.testing.assert_array_equal(out, array(mx.array(exact).astype(x.dtype)))
+    exact = mx.array(grouped(np.eye(k, dtype=np.float32), np.zeros(k, np.int32), weights))
+    for shape in shapes_of(variant):
+        out = multiply(variant, shape, x, mx.zeros((k,), mx.int32), weights)
+        if isinstance(variant, Decode):  # which applies scale and bias in fp32 to sums that hold an offset
+            check(out, array(exact), variant.dtype)
+        else:
+            np.testing.assert_array_equal(array(out), array(exact.astype(x.dtype)))
 
 
-def subnormal_scales_count(variant: Prefill) -> None:
+def subnormal_scales_count(variant: Prefill | Decode) -> None:
     """Scales and biases below the smallest normal number are values, not zeros."""
     p = Projection(1, 64, 2 * variant.quantization.group_size, variant.quantization, variant.dtype)
     weights = make_weights(np.random.default_rng(3), p)
@@ -128,7 +206,7 @@ def subnormal_scales_count(variant: Prefill) -> None:
     top = 2**variant.quantization.bits - 1
     weights = ops.Weights(p, weights.weight, scale, (-scale.astype(mx.float32) * (top // 2)).astype(scale.dtype))
     x = mx.full((5, p.k), 2.0**100 if variant.dtype == "bf16" else 256.0, mx.float32).astype(scale.dtype)
-    out = ops.grouped_qmm(x, mx.zeros((5,), mx.int32), weights, variant.tile)
     reference = grouped(array(x), np.zeros(5, np.int32), weights)
     assert (reference != 0).any()
-    check(out, reference, variant.dtype, 4)
+    for shape in shapes_of(variant):
+        check(multiply(variant, shape, x, mx.zeros((5,), mx.int32), weights), reference, variant.dtype, 4)

@@ -1,10 +1,12 @@
 import os
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when mlx-lm is imported; every model here is made by the tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))  # scripts import each other
 
 
 def pytest_configure(config: pytest.Config) -> None:

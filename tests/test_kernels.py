@@ -3,10 +3,11 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import Case, around
+from cases import Case
 from checks import (
     Q4,
     bad_values_stay_in_their_row,
+    batch_does_not_change_a_row,
     exact_in_integers,
     large_gates_saturate,
     neighbours_do_not_change_a_row,
@@ -15,16 +16,19 @@ from checks import (
     routing_is_a_stable_sort,
     run,
     run_plain,
+    run_variant,
     subnormal_scales_count,
 )
 from numerics import array, check, grouped, rel_rms
 
 from mlx_moe_fast import launch, ops, variants
+from mlx_moe_fast.dispatch import Choice
 from mlx_moe_fast.problem import Projection, Quantization
-from mlx_moe_fast.variants import TILES, Prefill
+from mlx_moe_fast.variants import EXPERT_STRIP, TILES, Decode, Prefill, Tile
 
 pytestmark = pytest.mark.gpu
 PREFILLS = [v for v in variants.all_variants() if isinstance(v, Prefill)]
+DECODES = [v for v in variants.all_variants() if isinstance(v, Decode)]
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +37,14 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(launch, "poison", 2147483520.0)
 
 
-@pytest.mark.parametrize("variant", PREFILLS, ids=lambda v: v.id)
-def test_variant(variant: Prefill):
-    for case in around(variant.tile.m, variant.quantization, variant.dtype):
-        run(case, variant.glu, variant.tile)
+@pytest.mark.parametrize("variant", PREFILLS + DECODES, ids=lambda v: v.id)
+def test_variant(variant: Prefill | Decode):
+    run_variant(variant)
+
+
+@pytest.mark.parametrize("dtype", variants.DTYPES)
+def test_batch_does_not_change_a_row(dtype):
+    batch_does_not_change_a_row(dtype)
 
 
 @pytest.mark.parametrize("down", [Quantization(8, 64), Quantization(8, 32), Quantization(4, 32)], ids=str)
@@ -83,6 +91,7 @@ def test_many_rows(rows, experts):
 
 
 PLAIN64 = [v for v in PREFILLS if not v.glu and v.quantization.group_size == 64]
+PLAIN64 += [v for v in DECODES if v.kind != "glu"]
 
 
 @pytest.mark.parametrize("variant", PLAIN64, ids=lambda v: v.id)
@@ -100,14 +109,17 @@ def test_subnormal_scales(variant):
     subnormal_scales_count(variant)
 
 
-@pytest.mark.parametrize("variant", [v for v in PREFILLS if v.glu], ids=lambda v: v.id)
+@pytest.mark.parametrize(
+    "variant", [v for v in PREFILLS if v.glu] + [v for v in DECODES if v.kind == "glu"], ids=lambda v: v.id
+)
 def test_large_gates(variant):
     large_gates_saturate(variant)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_bad_values_stay_in_their_row(bad):
-    bad_values_stay_in_their_row(bad)
+    bad_values_stay_in_their_row(bad, TILES[16])
+    bad_values_stay_in_their_row(bad, Choice(EXPERT_STRIP, 1, "forced"))
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=lambda t: f"m{t.m}")
@@ -129,7 +141,7 @@ def test_offsets_beyond_32_bits():
         check(out[row : row + 1], grouped(array(x[row : row + 1]), ids[row : row + 1], weights), "bf16")
 
 
-def stock_and_ours(quantization: Quantization, dtype: str) -> tuple[float, float]:
+def stock_and_ours(quantization: Quantization, dtype: str, shape: Tile | Choice) -> tuple[float, float]:
     """rel_rms of MLX's gather_qmm and of ours on the same problem."""
     case = Case(64, 2, 512, 256, 4, quantization, dtype)
     x, ids, gate, _, _ = case.arrays()
@@ -143,13 +155,14 @@ def stock_and_ours(quantization: Quantization, dtype: str) -> tuple[float, float
         group_size=quantization.group_size,
         bits=quantization.bits,
     )
-    ours, reference = run_plain(case)
+    ours, reference = run_plain(case, shape)
     return rel_rms(array(stock).reshape(reference.shape), reference), rel_rms(array(ours), reference)
 
 
+@pytest.mark.parametrize("shape", [TILES[32], Choice(EXPERT_STRIP, 1, "forced")], ids=["prefill", "decode"])
 @pytest.mark.parametrize("dtype", variants.DTYPES)
 @pytest.mark.parametrize("group_size", variants.GROUP_SIZES)
 @pytest.mark.parametrize("bits", variants.BITS)
-def test_error_is_at_most_twice_stocks(bits, group_size, dtype):
-    stock, ours = stock_and_ours(Quantization(bits, group_size), dtype)
+def test_error_is_at_most_twice_stocks(bits, group_size, dtype, shape):
+    stock, ours = stock_and_ours(Quantization(bits, group_size), dtype, shape)
     assert ours <= 2 * stock, f"ours {ours:.2e}, MLX's {stock:.2e}"

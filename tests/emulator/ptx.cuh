@@ -63,6 +63,11 @@ DEVICE void cp_async_wait() {
 DEVICE void bar_sync(u32 id, u32 threads) { emu::barrier(id, threads, true); }
 DEVICE void bar_arrive(u32 id, u32 threads) { emu::barrier(id, threads, false); }
 
+DEVICE u64 globaltimer() {
+  static u64 now = 0;
+  return ++now;
+}
+
 DEVICE uint4 ldmatrix_x4(Smem row) {
   struct Operand {
     Smem row;

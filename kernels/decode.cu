@@ -1,0 +1,521 @@
+// Quantized matmul for few rows: every weight that has a row is read once for up to kColumns rows.
+//
+//   dense  out[row, n] = sum_k w[n, k] x[row, k] + bias[n]
+//   plain  out[row, n] = sum_k w[e, n, k] x[row / x_div, k] + bias[e, n], e = ids[row]
+//   GLU    out[row, n] = silu(gate[row, n]) * up[row, n], two such products
+//
+// Weights are the A operand (out^T = W x^T) in tiles of 16 rows; GLU: gate and up in turn. The four warps of a block
+// split K in four, whatever the number of rows: the bits of a row depend neither on its neighbours nor on how many
+// there are. A warp streams its part of the weights through a ring of its own, 32 bytes of each weight row (a span)
+// a stage, and meets the others only to add up. Activations come from L1 or L2 straight into registers.
+//
+// The MMAs see integers: q + T::kOffset. A span's sum gets its scale, and its bias with the sum of the span's x (one
+// more MMA, with ones for weights), in fp32. That is fewer instructions than dequantising, and rounds less.
+//
+// Routed: nothing is sorted. Each block looks through the ids itself: its expert is `slot` if there are slots for all
+// experts, else that of row `slot`, unless an earlier row has it. The last expert stands for ids out of range.
+#include "quant.cuh"
+
+enum : int { kWarps = 4, kThreads = 32 * kWarps, kParts = kWarps };
+enum : int {
+  kSpanBytes = 32,       // of a weight row: what is multiplied at once
+  kIds = 8,              // that a lane has under way
+  kBatch = 16,           // spans whose scales are read together
+  kPair = 2,             // spans of a stage of the ring
+  kScalePitch = 18 * 4,  // of a group's 16 rows, so that what a quad writes lies in different banks
+};
+
+template <class T, int kBits_, int kGroup_, bool kRouted_, bool kGlu_, int kBlocks_, int kTiles_, int kStages_>
+struct Config {
+  using Type = T;
+  // An enumeration has no storage: NVRTC would put a constant of each name into the machine code.
+  enum : int {
+    kRouted = kRouted_,
+    kGlu = kGlu_,
+    kBits = kBits_,
+    kGroup = kGroup_,
+    kBlocks = kBlocks_,
+    kTiles = kTiles_,
+    kStages = kStages_,
+    kSpan = kSpanBytes * 8 / kBits,             // elements of K
+    kGroups = kSpan > kGroup ? 2 : 1,           // that a span touches
+    kSteps = kSpan / 16 / kGroups,              // MMA steps of each
+    kLaneGroups = kBatch * kSpan / kGroup / 4,  // whose scales a lane reads, a batch
+    kScaleWords = (kLaneGroups + 1) / 2,
+    kPieces = kSpan / 32,                      // 16-byte pieces of x that a lane needs a span
+    kColumns = 8 * kBlocks,                    // rows of x at once
+    kWarpRows = 16 * kTiles / (kGlu ? 2 : 1),  // output features of a warp
+    kTileBytes = 16 * kSpanBytes,
+    kSpanPitch = kTiles * kTileBytes,
+    kStageBytes = kPair * kSpanPitch,
+    kRingBytes = kStages * kStageBytes,
+    kPitch = 16 * kTiles + 4,           // floats between columns: two lanes, two banks
+    kSumBytes = kColumns * kPitch * 4,  // a warp's sums
+    kScaleBytes = kTiles * 4 * kLaneGroups * kScalePitch,
+    kScaleOffset = kWarps * kRingBytes,
+    kSumOffset = kScaleOffset + kWarps * kScaleBytes,
+    kListOffset = kSumOffset + kWarps * kSumBytes,
+    kSharedBytes = kListOffset + (kRouted ? kWarps * kColumns * 4 : 0),
+  };
+
+  static_assert(kSpan <= 2 * kGroup, "a span touches at most two groups");
+  static_assert(!kGlu || kTiles % 2 == 0, "gate and up come in pairs");
+};
+
+struct Problem {
+  const u16* x;                   // [rows / x_div, k]; dense: [rows, k]
+  const unsigned char *w, *w_up;  // [experts, n, k * bits / 8]; GLU: w is the gate
+  const u16 *scales, *scales_up;  // [experts, n, k / group]
+  const u16 *biases, *biases_up;  // the same
+  const u16 *bias, *bias_up;      // [experts, n], read if has_bias
+  const int* ids;                 // routed: [rows]
+  u16* out;                       // [rows, n]
+  int rows, n, k, has_bias;
+  int experts, x_div;
+  int split;  // warps that share the parts of K: 1 or all
+};
+
+DEVICE float swiglu(float gate, float up) {
+  return gate * ptx::rcp_approx(1.0f + ptx::exp2_approx(-1.4426950408889634f * gate)) * up;
+}
+
+// What a block does for one expert (or for the one dense matrix).
+template <class C>
+struct Block {
+  using T = typename C::Type;
+  using Sums = float[C::kTiles][C::kBlocks][4];                 // MMA fragments
+  using Tokens = uint4[C::kBlocks][C::kPieces];                 // a lane's x of one span
+  using Fragments = u32[C::kGroups][C::kSteps][C::kBlocks][2];  // the same as B operands
+
+  const Problem& p;
+  const int expert;
+  const int n0;  // first output feature of the block
+  const ptx::Smem smem;
+  const int warp, lane;
+
+  DEVICE ptx::Smem ring() const { return smem + warp * C::kRingBytes; }
+  DEVICE ptx::Smem list() const { return smem + C::kListOffset + warp * C::kColumns * 4; }
+
+  // The warp's place among those that have rows of their own.
+  DEVICE int group() const { return p.split == 1 ? warp : 0; }
+
+  // Weight row of row i of tile t. Rows past the end of the matrix repeat the last, and their sums are not stored.
+  DEVICE int weight_row(int t, int i) const {
+    return min(n0 + group() * C::kWarpRows + 16 * (C::kGlu ? t / 2 : t) + i, p.n - 1);
+  }
+  DEVICE static bool is_up(int t) { return C::kGlu && t % 2; }
+
+  // The ids of rows begin + 32 j + lane as experts, all loads under way at once; past the end -1.
+  DEVICE static void load_ids(const Problem& p, int begin, int (&found)[kIds]) {
+#pragma unroll
+    for (int j = 0; j < kIds; ++j) {
+      const int row = begin + 32 * j + static_cast<int>(threadIdx.x % 32);
+      found[j] = row < p.rows ? clamped(p, ptx::load(p.ids + row)) : -1;
+    }
+  }
+
+  // Lists the expert's rows `first` and following, up to kColumns; returns how many rows it has in all. `found`: the
+  // first ids.
+  DEVICE int find_rows(int first, int (&found)[kIds]) const {
+    int count = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < p.rows; begin += 32 * kIds) {
+      if (begin || first) load_ids(p, begin, found);
+#pragma unroll
+      for (int j = 0; j < kIds; ++j) {
+        if (begin + 32 * j >= p.rows) break;
+        const u32 votes = __ballot_sync(0xFFFFFFFFu, found[j] == expert);
+        const int place = count + __popc(votes & ((1u << lane) - 1)) - first;
+        if (found[j] == expert && place >= 0 && place < C::kColumns) {
+          ptx::sts32(list() + place * 4, begin + 32 * j + lane);
+        }
+        count += __popc(votes);
+      }
+    }
+    __syncwarp();
+    return count;
+  }
+
+  // An id as an expert: all that are out of range are the last.
+  DEVICE static int clamped(const Problem& p, int id) {
+    return static_cast<int>(min(static_cast<u32>(id), static_cast<u32>(p.experts)));
+  }
+
+  DEVICE int row_of(int column) const {
+    return C::kRouted ? static_cast<int>(ptx::lds32(list() + column * 4)) : column;
+  }
+
+  // Two spans of each tile; lane l copies 16 bytes of row l / 2. The halves of a span that touches two groups lie
+  // apart, so that reading a word of every row hits every bank once.
+  DEVICE void copy_weights(const unsigned char* (&from)[C::kTiles], int bytes_left, ptx::Smem stage) const {
+    const int to = C::kGroups == 2 ? lane % 2 * 256 + lane / 2 * 16 : lane * 16;
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < kPair; ++i) {
+        ptx::cp_async16(stage + i * C::kSpanPitch + t * C::kTileBytes + to, from[t] + i * kSpanBytes,
+                        bytes_left > i * kSpanBytes);
+      }
+      from[t] += kPair * kSpanBytes;
+    }
+  }
+
+  // A lane's x of the span at k: the elements of its words. Columns past the last row repeat one, and places past the
+  // end of K the last: these meet scales of zero.
+  DEVICE void load_tokens(const u16* const (&x)[C::kBlocks], int k, Tokens& tokens) const {
+    constexpr int kStep = C::kGroups == 2 ? 32 : 8;
+    const int at = k + lane % 4 * (C::kGroups == 2 ? 8 : 8 * C::kPieces);
+    const int first = min(at, p.k - (C::kGroups == 2 ? 8 : 8 * C::kPieces));
+    const int second = C::kGroups == 2 ? min(at + kStep, p.k - 8) : first + kStep;
+#pragma unroll
+    for (int b = 0; b < C::kBlocks; ++b) {
+      tokens[b][0] = ptx::load(reinterpret_cast<const uint4*>(x[b] + first));
+      if constexpr (C::kPieces == 2) tokens[b][1] = ptx::load(reinterpret_cast<const uint4*>(x[b] + second));
+    }
+  }
+
+  // The pairs of x that stand against a word's pairs of weights: 4 bits: elements r and r + 4; 8 bits: u and u + 2.
+  DEVICE static void pair_up(const Tokens& tokens, Fragments& b) {
+#pragma unroll
+    for (int j = 0; j < C::kBlocks; ++j) {
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+        const uint4 v = tokens[j][C::kBits == 4 ? word : 0];
+        constexpr int kPairs = C::kBits == 4 ? 2 : 1;  // MMA steps a word
+#pragma unroll
+        for (int e = 0; e < kPairs; ++e) {
+          const int s = kPairs * word + e;
+          const u32 lo = C::kBits == 4 ? (e ? v.y : v.x) : (word ? v.z : v.x);
+          const u32 hi = C::kBits == 4 ? (e ? v.w : v.z) : (word ? v.w : v.y);
+          b[s / C::kSteps][s % C::kSteps][j][0] = ptx::prmt(lo, hi, 0x5410);
+          b[s / C::kSteps][s % C::kSteps][j][1] = ptx::prmt(lo, hi, 0x7632);
+        }
+      }
+    }
+  }
+
+  DEVICE ptx::Smem scales_of(int t, int group) const {
+    return smem + C::kScaleOffset + warp * C::kScaleBytes + (t * 4 * C::kLaneGroups + group) * kScalePitch;
+  }
+
+  // Puts a batch of scales and, 16 bits up, biases where all lanes find them; past the end of K zeros. A lane reads
+  // kLaneGroups groups of two rows a tile at once, if that divides a row, as whose alignment is not larger.
+  DEVICE void copy_scales(int span) const {
+    const int groups = p.k / C::kGroup, first = span * C::kSpan / C::kGroup;
+    const i64 expert_offset = static_cast<i64>(expert) * p.n * groups;
+    if (groups % C::kLaneGroups == 0) {
+      const int group = first + lane % 4 * C::kLaneGroups;
+      u32 values[2 * C::kTiles][2][C::kScaleWords] = {};
+#pragma unroll
+      for (int i = 0; i < 2 * C::kTiles; ++i) {
+        const int t = i / 2;
+        const i64 at = expert_offset + weight_row(t, lane / 4 + i % 2 * 8) * groups + group;
+        if (group < groups) {
+          load_groups((is_up(t) ? p.scales_up : p.scales) + at, values[i][0]);
+          load_groups((is_up(t) ? p.biases_up : p.biases) + at, values[i][1]);
+        }
+      }
+      __syncwarp();  // all have read the batch before
+#pragma unroll
+      for (int i = 0; i < 2 * C::kTiles; ++i) {
+        const ptx::Smem to = scales_of(i / 2, lane % 4 * C::kLaneGroups) + (lane / 4 + i % 2 * 8) * 4;
+#pragma unroll
+        for (int g = 0; g < C::kLaneGroups; ++g) {
+          const u32 both = ptx::prmt(values[i][0][g / 2], values[i][1][g / 2], g % 2 ? 0x7632 : 0x5410);
+          ptx::sts32(to + g * kScalePitch, both);
+        }
+      }
+    } else {
+      __syncwarp();
+#pragma unroll 1
+      for (int i = lane; i < 64 * C::kTiles * C::kLaneGroups; i += 32) {
+        const int row = i % 16, group = i / 16 % (4 * C::kLaneGroups), t = i / (64 * C::kLaneGroups);
+        const i64 at = expert_offset + weight_row(t, row) * groups + min(first + group, groups - 1);
+        const u32 scale = ptx::ldg16((is_up(t) ? p.scales_up : p.scales) + at);
+        const u32 bias = ptx::ldg16((is_up(t) ? p.biases_up : p.biases) + at);
+        ptx::sts32(scales_of(t, group) + row * 4, first + group < groups ? scale | bias << 16 : 0);
+      }
+    }
+  }
+
+  DEVICE static void load_groups(const u16* from, u32 (&to)[C::kScaleWords]) {
+    if constexpr (C::kLaneGroups == 8) {
+      const uint4 v = ptx::load(reinterpret_cast<const uint4*>(from));
+      to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    } else if constexpr (C::kLaneGroups == 4) {
+      const uint2 v = ptx::load(reinterpret_cast<const uint2*>(from));
+      to[0] = v.x, to[1] = v.y;
+    } else if constexpr (C::kLaneGroups == 2) {
+      to[0] = ptx::load(reinterpret_cast<const u32*>(from));
+    } else {
+      to[0] = ptx::ldg16(from);
+    }
+  }
+
+  // One span: `tokens` against the tiles at `weights`, whose scales begin at `scales`.
+  DEVICE void multiply(const Fragments& b, ptx::Smem weights, ptx::Smem scales, Sums& sums) const {
+    float total[C::kGroups][C::kBlocks][4] = {};  // of x; every row is the same
+    const u32 ones[4] = {T::ones(), T::ones(), T::ones(), T::ones()};
+#pragma unroll
+    for (int g = 0; g < C::kGroups; ++g) {
+#pragma unroll
+      for (int s = 0; s < C::kSteps; ++s) {
+#pragma unroll
+        for (int j = 0; j < C::kBlocks; ++j) T::mma(total[g][j], ones, b[g][s][j][0], b[g][s][j][1]);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+      const ptx::Smem tile = weights + t * C::kTileBytes;
+      u32 word[2][2];  // half of the tile's rows, word
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (C::kGroups == 2) {
+          word[half][0] = ptx::lds32(tile + half * 128);
+          word[half][1] = ptx::lds32(tile + half * 128 + 256);
+        } else {
+          const uint2 both = ptx::lds64(tile + half * 256);
+          word[half][0] = both.x, word[half][1] = both.y;
+        }
+      }
+#pragma unroll
+      for (int g = 0; g < C::kGroups; ++g) {
+        float sum[C::kBlocks][4] = {};
+#pragma unroll
+        for (int s = 0; s < C::kSteps; ++s) {
+          constexpr int kWordSteps = C::kBits == 4 ? 2 : 1;
+          const int step = g * C::kSteps + s, e = step % kWordSteps;
+          u32 a[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            a[i] = T::template offset_pair<C::kBits>(word[i % 2][step / kWordSteps], 2 * e + i / 2);
+          }
+#pragma unroll
+          for (int j = 0; j < C::kBlocks; ++j) T::mma(sum[j], a, b[g][s][j][0], b[g][s][j][1]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const u32 both = ptx::lds32(scales + (t * 4 * C::kLaneGroups + g) * kScalePitch + half * 32);
+          const float scale = T::to_float(static_cast<u16>(both));
+          const float bias = T::to_float(static_cast<u16>(both >> 16)) - T::template kOffset<C::kBits> * scale;
+#pragma unroll
+          for (int j = 0; j < C::kBlocks; ++j) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              float& to = sums[t][j][2 * half + c];
+              to = fmaf(scale, sum[j][2 * half + c], fmaf(bias, total[g][j][c], to));
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // This warp's parts of K; the sum of each is added to what lies in shared memory.
+  DEVICE void multiply(int count) const {
+    const int row_bytes = p.k / 8 * C::kBits, pairs = (row_bytes + 2 * kSpanBytes - 1) / (2 * kSpanBytes);
+    const int part = ((pairs + 1) / 2 + kParts - 1) / kParts * 2;  // four spans, a lane's aligned scales, stay together
+    const int begin = p.split == 1 ? 0 : min(warp * part, pairs);
+    const int end = p.split == 1 ? pairs : min(begin + part, pairs);
+
+    const unsigned char* from[C::kTiles];  // this lane's next 16 bytes of each tile
+    const int first_byte = begin * kPair * kSpanBytes + lane % 2 * 16;
+    int bytes_left = min(end * kPair * kSpanBytes, row_bytes) - first_byte;
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+      const i64 row = static_cast<i64>(expert) * p.n + weight_row(t, lane / 2);
+      from[t] = (is_up(t) ? p.w_up : p.w) + row * row_bytes + first_byte;
+    }
+    ptx::Smem read = ring(), write = ring();
+    const ptx::Smem end_of_ring = ring() + C::kRingBytes;
+    const auto fetch = [&] {
+      copy_weights(from, bytes_left, write);
+      bytes_left -= kPair * kSpanBytes;
+      ptx::cp_async_commit();
+      write = write + C::kStageBytes == end_of_ring ? ring() : write + C::kStageBytes;
+    };
+#pragma unroll 1
+    for (int i = 0; i < C::kStages - 1; ++i) fetch();
+
+    const u16* x[C::kBlocks];
+#pragma unroll
+    for (int b = 0; b < C::kBlocks; ++b) {
+      const int row = row_of(min(8 * b + lane / 4, count - 1));
+      x[b] = p.x + static_cast<i64>(C::kRouted ? row / p.x_div : row) * p.k;
+    }
+    Tokens tokens;
+    load_tokens(x, begin * kPair * C::kSpan, tokens);
+
+    Sums sums = {};
+    int in_part = part, in_batch = 0;
+    ptx::Smem scales = 0;
+#pragma unroll 1
+    for (int pair = begin; pair < end; ++pair) {
+      if (in_batch == 0) {  // while the pair is on its way
+        copy_scales(pair * kPair);
+        scales = scales_of(0, 0) + lane / 4 * 4, in_batch = kBatch;
+      }
+      ptx::cp_async_wait<C::kStages - 2>();
+      __syncwarp();  // the pair has landed for all lanes, and all have read the one whose place is filled now
+      fetch();
+#pragma unroll 1
+      for (int i = 0; i < kPair; ++i) {
+        Fragments b;
+        pair_up(tokens, b);
+        load_tokens(x, (pair * kPair + i + 1) * C::kSpan, tokens);
+        const int groups = i * C::kSpan / C::kGroup;  // two spans or more of a group: see below
+        multiply(b, read + i * C::kSpanPitch + lane * (C::kGroups == 2 ? 4 : 8), scales + groups * kScalePitch, sums);
+      }
+      in_batch -= kPair;
+      if constexpr (kPair * C::kSpan >= C::kGroup) {
+        scales += kPair * C::kSpan / C::kGroup * kScalePitch;
+      } else if (in_batch % (C::kGroup / C::kSpan) == 0) {
+        scales += kScalePitch;
+      }
+      read = read + C::kStageBytes == end_of_ring ? ring() : read + C::kStageBytes;
+      if (--in_part == 0 || pair + 1 == end) {
+        in_part = part;
+        add_part(sums);
+      }
+    }
+    ptx::cp_async_wait<0>();  // zeros, perhaps, that would land on the next rows' weights
+  }
+
+  DEVICE ptx::Smem sum_of(int w, int column, int row) const {
+    return smem + C::kSumOffset + w * C::kSumBytes + (column * C::kPitch + row) * 4;
+  }
+
+  DEVICE void set_zero() const {
+#pragma unroll
+    for (int i = lane; i < C::kSumBytes / 16; i += 32) {
+      ptx::sts128(smem + C::kSumOffset + warp * C::kSumBytes + i * 16, make_uint4(0, 0, 0, 0));
+    }
+  }
+
+  DEVICE void add_part(Sums& sums) const {
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+#pragma unroll
+      for (int j = 0; j < C::kBlocks; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const ptx::Smem to = sum_of(warp, 8 * j + lane % 4 * 2 + c % 2, 16 * t + c / 2 * 8 + lane / 4);
+          ptx::sts32(to, __float_as_uint(__uint_as_float(ptx::lds32(to)) + sums[t][j][c]));
+          sums[t][j][c] = 0;
+        }
+      }
+    }
+  }
+
+  // Adds up the parts in the order of K, and writes [rows, n].
+  DEVICE void store(int count) const {
+    constexpr int kPairs = C::kWarpRows / 2;
+    const int groups = p.split == 1 ? kWarps : 1;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count * groups * kPairs; i += kThreads) {
+      const int group = i / kPairs & (groups - 1), column = p.split == 1 ? i / (kPairs * kWarps) : i / kPairs;
+      const int own = i % kPairs * 2, row = C::kGlu ? own / 16 * 32 + own % 16 : own;
+      const int feature = group * C::kWarpRows + own;
+      if (n0 + feature >= p.n) continue;
+      float pair[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float value = total(group, column, row + h) + bias(p.bias, feature + h);
+        pair[h] = value;
+        if constexpr (C::kGlu) {
+          pair[h] = swiglu(value, total(group, column, row + 16 + h) + bias(p.bias_up, feature + h));
+        }
+      }
+      store_pair(column, feature, T::pack(pair[0], pair[1]));
+    }
+  }
+
+  DEVICE void store_pair(int column, int feature, u32 pair) const {
+    ptx::store(reinterpret_cast<u32*>(p.out + static_cast<i64>(row_of(column)) * p.n + n0 + feature), pair);
+  }
+
+  DEVICE float total(int first, int column, int row) const {
+    float sum = 0;
+#pragma unroll 1
+    for (int w = first; w < first + p.split; ++w) sum += __uint_as_float(ptx::lds32(sum_of(w, column, row)));
+    return sum;
+  }
+
+  DEVICE float bias(const u16* values, int feature) const {
+    return p.has_bias ? T::to_float(ptx::ldg16(values + static_cast<i64>(expert) * p.n + n0 + feature)) : 0.0f;
+  }
+
+  DEVICE void run(int count) const {
+    set_zero();
+    multiply(count);
+    __syncthreads();
+    store(count);
+  }
+
+  DEVICE void store_zeros(int count) const {
+    const int pairs = C::kWarpRows / 2 * (p.split == 1 ? kWarps : 1);
+#pragma unroll 1
+    for (int column = 0; column < count; ++column) {
+      for (int i = threadIdx.x; i < pairs && n0 + 2 * i < p.n; i += kThreads) store_pair(column, 2 * i, 0);
+    }
+  }
+};
+
+template <class C>
+DEVICE void decode(const Problem& p, const void* shared) {
+  const int rows = C::kWarpRows * (p.split == 1 ? kWarps : 1), n_blocks = (p.n + rows - 1) / rows,
+            slot = blockIdx.x / n_blocks;
+  int expert = 0, ids[kIds] = {};
+  if constexpr (C::kRouted) {
+    Block<C>::load_ids(p, 0, ids);
+    expert = p.rows <= p.experts ? Block<C>::clamped(p, ptx::load(p.ids + slot)) : slot;
+  }
+  const Block<C> block{p,
+                       expert,
+                       static_cast<int>(blockIdx.x % n_blocks) * rows,
+                       ptx::smem_address(shared),
+                       static_cast<int>(threadIdx.x) / 32,
+                       static_cast<int>(threadIdx.x) % 32};
+  if constexpr (C::kRouted) {
+#pragma unroll 1
+    for (int first = 0, count = 1; first < count; first += C::kColumns) {
+      if (first) __syncthreads();  // the sums have been read, and the rings may be filled again
+      count = block.find_rows(first, ids);
+      if (count == 0 || (first == 0 && p.rows <= p.experts && block.row_of(0) != slot)) return;
+      const int here = min(count - first, +C::kColumns);
+      expert < p.experts ? block.run(here) : block.store_zeros(here);
+    }
+  } else {
+    block.run(p.rows);
+  }
+}
+
+using Variant = Config<MOE_DTYPE, MOE_BITS, MOE_GROUP, MOE_ROUTED, MOE_GLU, MOE_BLOCKS, MOE_TILES, MOE_STAGES>;
+static_assert(Variant::kSharedBytes == MOE_SHARED_BYTES, "the launcher and the kernel agree on shared memory");
+
+extern "C" __global__ void __launch_bounds__(kThreads, MOE_BLOCKS_PER_SM)
+    MOE_ENTRY(const u16* x, const unsigned char* w, const u16* scales, const u16* biases, const u16* bias,
+#if MOE_GLU
+              const unsigned char* w_up, const u16* scales_up, const u16* biases_up, const u16* bias_up,
+#endif
+#if MOE_ROUTED
+              const int* ids,
+#endif
+              u16* out, int rows, int n, int k, int has_bias, int split
+#if MOE_ROUTED
+              ,
+              int experts, int x_div
+#endif
+    ) {
+  Problem p{};
+  p.x = x, p.w = w, p.scales = scales, p.biases = biases, p.bias = bias, p.out = out;
+  p.rows = rows, p.n = n, p.k = k, p.has_bias = has_bias, p.split = split;
+#if MOE_GLU
+  p.w_up = w_up, p.scales_up = scales_up, p.biases_up = biases_up, p.bias_up = bias_up;
+#endif
+#if MOE_ROUTED
+  p.ids = ids, p.experts = experts, p.x_div = x_div;
+#endif
+  extern __shared__ __align__(256) unsigned char shared[];
+  decode<Variant>(p, shared);
+}
