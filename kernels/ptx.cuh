@@ -83,7 +83,7 @@ DEVICE void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" 
 // Nanoseconds of the GPU's own clock, after every memory access before it in the program.
 DEVICE u64 globaltimer() {
   u64 t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)::"memory");
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
   return t;
 }
 

@@ -23,8 +23,9 @@ ENOUGH_WARPS, SHORT_ROW = 700, 1024
 
 
 # Multiply-adds of one projection below which MLX's own kernels, which read weights once a row, are done before
-# ours have been launched. Measured on an H200 (kernels/LOG.md).
-MIN_WORK = 1_000_000
+# ours have been launched: a launch of ours costs MLX's thread three times what one of its own does, because the
+# machine code is copied and hashed. Measured on an H200 (kernels/LOG.md).
+MIN_WORK = 25_000_000
 
 
 def few_rows(n: int, k: int) -> int:
@@ -80,6 +81,11 @@ def _choose(rows: int, projection: Projection, glu: bool) -> Choice:
         features, strip = p.n * (2 if glu else 1), EXPERT_STRIP
         return Choice(strip, split(features, p.k, p.quantization.bits, slots(rows, p.experts), strip.tiles), why)
     return Choice(TILES[next((m for most, m in ROWS_PER_EXPERT if per_expert <= most), TALLEST)], 1, why)
+
+
+def is_few(rows: int, projection: Projection) -> bool:
+    """Whether `rows` routed rows of `projection` run on the decode kernel."""
+    return isinstance(choose(rows, projection).shape, Strip)
 
 
 @cache

@@ -5,7 +5,6 @@ at every call, because adapters, dtypes, devices and training mode change under 
 """
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
@@ -85,12 +84,26 @@ def check_device() -> Rejection | None:
     return None
 
 
+ARRAYS = ("weight", "scales", "biases", "bias")
+
+
 class _Seen:
     """The arrays that `describe` last looked at, by weak reference, and what it found. Copies start empty."""
 
-    def __init__(self, arrays: Sequence[mx.array] = (), found: Projection | Rejection | None = None) -> None:
-        self.arrays = [weakref.ref(a) for a in arrays]
+    def __init__(self, layer: nn.Module | None = None, found: Projection | Rejection | None = None) -> None:
         self.found = found
+        arrays = [layer.get(name) for name in ARRAYS] if layer is not None else [None] * 4
+        self.refs = tuple((lambda: None) if a is None else weakref.ref(a) for a in arrays)
+
+    def same(self, layer: nn.Module) -> bool:
+        """Whether nothing has been replaced."""
+        get, (weight, scales, biases, bias) = layer.get, self.refs
+        return (
+            get("weight") is weight()
+            and get("scales") is scales()
+            and get("biases") is biases()
+            and get("bias") is bias()
+        )
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Seen, ()
@@ -120,20 +133,18 @@ def describe(layer: nn.Module) -> Projection | Rejection:
     if not fast and type(layer) not in QUANTIZED:
         kind = Reason.NOT_QUANTIZED if type(layer).__name__ == "SwitchLinear" else Reason.TYPE
         return Rejection(kind, f"a {type(layer).__name__}")
-    arrays = [layer[name] for name in ("weight", "scales", "biases", "bias") if layer.get(name) is not None]
     seen: _Seen | None = getattr(layer, "_moe_fast_seen", None)
-    if seen and seen.found and len(seen.arrays) == len(arrays):
-        if all(ref() is a for ref, a in zip(seen.arrays, arrays, strict=True)):
-            return seen.found
-    found = _inspect(layer, arrays)
+    if seen and seen.found and seen.same(layer):
+        return seen.found
+    found = _inspect(layer, [layer[name] for name in ARRAYS if layer.get(name) is not None])
     if fast:
-        layer._moe_fast_seen = _Seen(arrays, found)
+        layer._moe_fast_seen = _Seen(layer, found)
     return found
 
 
 def forget(layer: nn.Module) -> None:
     """Drops what we put on a layer."""
-    for name in ("_moe_fast_seen", "few_rows"):
+    for name in ("_moe_fast_seen", "_moe_fast_function", "few_rows"):
         vars(layer).pop(name, None)
 
 
@@ -188,8 +199,9 @@ def weights(layer: nn.Module, projection: Projection) -> Weights:
 
 def check_call(layers: list[nn.Module], projections: list[Projection], x: mx.array) -> Rejection | None:
     """Whether a call of `layers`, which hold `projections`, may run on the kernels; the first is fed `x`."""
-    if any("scales" not in part._no_grad for part in layers):
-        return Rejection(Reason.TRAINING, "the scales are not frozen")
+    for part in layers:
+        if "scales" not in part._no_grad:
+            return Rejection(Reason.TRAINING, "the scales are not frozen")
     first = projections[0]
     if DTYPES.get(x.dtype) != first.dtype:
         return Rejection(Reason.DTYPE, f"activations of {x.dtype}, scales of {first.dtype}")

@@ -35,10 +35,10 @@ def launch(
     return mx.fast.precompiled_cuda_kernel(
         name=kernel.name,
         compiled_source=kernel.cubin,
-        inputs=list(inputs),
+        inputs=inputs,
         output_shapes=[shape for shape, _ in outputs],
         output_dtypes=[dtype for _, dtype in outputs],
-        scalars=list(scalars),
+        scalars=scalars,
         grid=(blocks * kernel.threads, 1, 1),
         threadgroup=(kernel.threads, 1, 1),
         shared_memory=kernel.shared_bytes,

@@ -117,6 +117,8 @@ class FastExperts(nn.Module):
             return stock(x, indices)
 
         def fast(x: mx.array, indices: mx.array) -> mx.array:
+            if dispatch.is_few(indices.size, plan[0]):  # a reshape costs as much as a small kernel
+                return self.experts(x, indices, plan)
             out = self.experts(x.reshape(-1, x.shape[-1]), indices.flatten(), plan)
             return out.reshape(*indices.shape, out.shape[-1])
 
@@ -124,7 +126,7 @@ class FastExperts(nn.Module):
         return attempt(lambda x: in_chunks(fast, x, indices, MAX_ROWS), lambda x: stock(x, indices), x, layers)
 
     def experts(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> mx.array:
-        """x [T, D], ids [T * k] -> [T * k, D]."""
+        """x [T, D], ids [T * k] -> [T * k, D]; few rows in any shape: x [..., D], ids [..., k] -> [..., k, D]."""
         *first, down = (weights(self[name], p) for name, p in zip(self.parts, plan, strict=True))
         return ops.moe_mlp(x, ids, first, self.activation, down)
 
@@ -202,7 +204,7 @@ class FastDense(nn.Module):
 
     def check(self, x: mx.array) -> Projection | Rejection:
         """What this call would launch for, or why it takes the original path."""
-        rows = x.size // x.shape[-1] if x.ndim and x.shape[-1] else 0
+        rows = x.size // x.shape[-1] if x.size else 0
         if rows > dispatch.DENSE_ROWS:
             return Rejection(Reason.SLOWER, f"{rows} rows, ours are for at most {dispatch.DENSE_ROWS}")
         plan = check_first(self, rows) or describe(self)
@@ -216,10 +218,7 @@ class FastDense(nn.Module):
         if isinstance(plan, Rejection):
             return stock(x)
 
-        def fast(x: mx.array) -> mx.array:
-            return ops.dense_qmm(x.reshape(-1, plan.k), weights(self, plan)).reshape(*x.shape[:-1], plan.n)
-
-        return attempt(fast, stock, x, [self])
+        return attempt(lambda x: ops.dense_qmm(x, weights(self, plan)), stock, x, [self])
 
 
 class FastQuantizedLinear(FastDense, nn.QuantizedLinear):

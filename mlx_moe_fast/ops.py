@@ -120,43 +120,42 @@ def _glu(routing: Routing, gate: Weights, up: Weights, x_div: int, out_bits: int
 
 
 def _decode(x: mx.array, ids: mx.array, choice: Choice, *weights: Weights) -> mx.array:
-    """[rows, N]: one product, or gate and up with SwiGLU. Row r reads x[r // (rows / x_rows)]; one launch."""
+    """[*ids.shape, N]: one product, or gate and up with SwiGLU, in one launch. x [x_rows, K], or any shape of so many
+    rows: row r of ids reads row r // (rows / x_rows) of x."""
     p, rows = weights[0].projection, ids.size
     assert isinstance(choice.shape, Strip)
     variant = variants.of(p, len(weights) == 2, choice.shape)
     assert isinstance(variant, Decode)
-    arrays = [a for w in weights for a in w.arrays]
-    (out,) = launch(
+    inputs = [x, *weights[0].arrays, ids] if len(weights) == 1 else [x, *weights[0].arrays, *weights[1].arrays, ids]
+    return launch(
         variant,
-        [x, *arrays, ids],
-        [((rows, p.n), x.dtype)],
-        [rows, p.n, p.k, int(weights[0].bias is not None), choice.split, p.experts, rows // x.shape[0]],
+        inputs,
+        [((*ids.shape, p.n), x.dtype)],
+        [rows, p.n, p.k, int(weights[0].bias is not None), choice.split, p.experts, rows * p.k // x.size],
         blocks=slots(rows, p.experts) * -(-p.n // variant.features(choice.split)),
         contiguous=True,
-    )
-    return out
+    )[0]
 
 
-def _int32(ids: mx.array) -> mx.array:
-    """Without a launch where the bits are the same: an id from 2^31 on is out of range either way."""
-    return ids if ids.dtype == mx.int32 else ids.view(mx.int32) if ids.dtype == mx.uint32 else ids.astype(mx.int32)
+def _words(ids: mx.array) -> mx.array:
+    """Ids of 32 bits, signed or not: from 2^31 on they are out of range either way."""
+    return ids if ids.dtype in (mx.uint32, mx.int32) else ids.astype(mx.int32)
 
 
 def dense_qmm(x: mx.array, weights: Weights, choice: Choice | None = None) -> mx.array:
-    """x [rows, K], at most 32 rows, and weights of one matrix -> [rows, N]: W x^T + bias."""
-    p, rows = weights.projection, x.shape[0]
+    """x [..., K], at most 32 rows, and weights of one matrix -> [..., N]: W x^T + bias."""
+    p, rows = weights.projection, x.size // x.shape[-1]
     choice = choice or choose_dense(rows, p)
     assert isinstance(choice.shape, Strip)
     variant = variants.dense(p, choice.shape)
-    (out,) = launch(
+    return launch(
         variant,
         [x, *weights.arrays],
-        [((rows, p.n), x.dtype)],
+        [((*x.shape[:-1], p.n), x.dtype)],
         [rows, p.n, p.k, int(weights.bias is not None), choice.split],
         blocks=-(-p.n // variant.features(choice.split)),
         contiguous=True,
-    )
-    return out
+    )[0]
 
 
 def _given(shape: Tile | Choice | None, rows: int, weights: Weights, glu: bool = False) -> Choice:
@@ -169,7 +168,7 @@ def grouped_qmm(x: mx.array, ids: mx.array, weights: Weights, shape: Tile | Choi
     """x [x_rows, K], ids [rows], rows a multiple of x_rows -> [rows, N]: row r is W[ids[r]] x[r // (rows / x_rows)]."""
     choice = _given(shape, ids.size, weights)
     if isinstance(choice.shape, Strip):
-        return _decode(x, _int32(ids), choice, weights)
+        return _decode(x, _words(ids), choice, weights)
     routing = route(ids, x, weights.projection.experts, weights.projection.quantization.bits, choice.shape)
     return _grouped(routing, routing.x, weights, ids.size // x.shape[0], scatter=True)
 
@@ -177,10 +176,13 @@ def grouped_qmm(x: mx.array, ids: mx.array, weights: Weights, shape: Tile | Choi
 def moe_glu(
     x: mx.array, ids: mx.array, gate: Weights, up: Weights, down: Weights, shape: Tile | Choice | None = None
 ) -> mx.array:
-    """Gated expert MLP with SwiGLU: x [T, H], ids [T * A] -> [T * A, H]. Gate and up are alike but for their values."""
+    """Gated expert MLP with SwiGLU: x [T, H], ids [T * A] -> [T * A, H]. Gate and up are alike but for their values.
+
+    For few rows ids may have any shape, and the result has it too.
+    """
     choice = _given(shape, ids.size, gate, glu=True)
     if isinstance(choice.shape, Strip):
-        ids = _int32(ids)
+        ids = _words(ids)
         last = choice if shape else choose(ids.size, down.projection)
         return _decode(_decode(x, ids, choice, gate, up), ids, last, down)
     routing = route(ids, x, gate.projection.experts, gate.projection.quantization.bits, choice.shape)
@@ -204,8 +206,8 @@ def moe_mlp(
     head = first[0].projection
     choice = _given(shape, ids.size, first[0])
     if isinstance(choice.shape, Strip):
-        ids = _int32(ids)
-        hidden = activation(*(_decode(x, ids, choice, w)[:, None] for w in first)).squeeze(1)
+        ids = _words(ids)
+        hidden = activation(*(_decode(x, ids, choice, w)[..., None, :] for w in first)).squeeze(-2)
         return _decode(hidden, ids, choice if shape else choose(ids.size, down.projection), down)
     routing = route(ids, x, head.experts, head.quantization.bits, choice.shape)
     x_div = ids.size // x.shape[0]

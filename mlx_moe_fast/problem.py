@@ -1,6 +1,7 @@
 """What a layer asks for, as plain data: no arrays, no device, nothing to launch."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class Projection:
     quantization: Quantization
     dtype: str
     has_bias: bool = False
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.experts, self.n, self.k, self.quantization, self.dtype, self.has_bias))
+
+    def __hash__(self) -> int:  # asked at every call of a layer
+        return self._hash
 
     def __str__(self) -> str:
         return f"{self.experts}x{self.n}x{self.k} {self.quantization} {self.dtype}"
