@@ -39,7 +39,7 @@ from mlx_moe_fast import jit, ops, variants  # noqa: E402
 from mlx_moe_fast.dispatch import Choice  # noqa: E402
 from mlx_moe_fast.errors import MlxMoeFastError  # noqa: E402
 from mlx_moe_fast.problem import Device, Projection, Quantization  # noqa: E402
-from mlx_moe_fast.variants import Decode, Prefill, Probe, Route, Variant  # noqa: E402
+from mlx_moe_fast.variants import Decode, Prefill, Probe, Route, Stamp, Variant  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TIMEOUT = 300  # seconds a process may take: a kernel may wait for ever
@@ -137,6 +137,17 @@ def probe() -> Problem:
     return Problem("launch", (Probe(), [a, a], [((2,), np.uint64)], [], 1), judge)
 
 
+def stamp() -> Problem:
+    """A copy longer than a block, and the time."""
+    x = np.random.default_rng(0).integers(0, 2**16, 300, np.uint16)
+
+    def judge(out: np.ndarray, time: np.ndarray) -> None:
+        np.testing.assert_array_equal(out, x)
+        assert time[0] not in (0, 2**64 - 1), f"this is no time: {time}"
+
+    return Problem("launch", (Stamp(), [x], [(x.shape, np.uint16), ((1,), np.uint64)], [x.size], 1), judge)
+
+
 def problems(variant: Variant) -> list[Problem]:
     if isinstance(variant, Prefill):
         return [experts(variant, case, variant.tile) for case in cases(variant)]
@@ -149,7 +160,7 @@ def problems(variant: Variant) -> list[Problem]:
         ]
     if isinstance(variant, Route):
         return [route(variant, rows, 160, tile) for rows, tile in zip((1, 600), variants.TILES.values(), strict=False)]
-    return [probe()]
+    return [stamp() if isinstance(variant, Stamp) else probe()]
 
 
 def launched(variant: Variant) -> list[Variant]:
@@ -320,7 +331,7 @@ class Examiner:
 
 
 def groups(wanted: Iterable[Variant]) -> list[list[Variant]]:
-    """Variants that share a process: those of a quantization and dtype; routing and the probe."""
+    """Variants that share a process: those of a quantization and dtype; all others."""
 
     def key(v: Variant) -> str:
         return f"{v.quantization} {v.dtype}" if isinstance(v, Prefill | Decode) else ""
