@@ -204,7 +204,7 @@ class FastDense(nn.Module):
 
     def check(self, x: mx.array) -> Projection | Rejection:
         """What this call would launch for, or why it takes the original path."""
-        rows = x.size // x.shape[-1] if x.size else 0
+        rows = x.size // x.shape[-1] if x.ndim and x.size else 0
         if rows > dispatch.DENSE_ROWS:
             return Rejection(Reason.SLOWER, f"{rows} rows, ours are for at most {dispatch.DENSE_ROWS}")
         plan = check_first(self, rows) or describe(self)

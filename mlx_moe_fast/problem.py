@@ -37,6 +37,9 @@ class Projection:
     def __hash__(self) -> int:  # asked at every call of a layer
         return self._hash
 
+    def __getstate__(self) -> dict:  # another process hashes strings otherwise
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     def __str__(self) -> str:
         return f"{self.experts}x{self.n}x{self.k} {self.quantization} {self.dtype}"
 

@@ -280,7 +280,7 @@ def measure_moe(case: Case, repeats: int) -> bench.Row:
     layer_bytes = case.experts * (2 * matrix_bytes(first) + matrix_bytes(down))
     layers = [
         [random_weights(p) for p in (first, first, down)]
-        for _ in range(min(count, max(2, WEIGHT_BYTES // layer_bytes)))
+        for _ in range(min(count, max(2, int(WEIGHT_BYTES // layer_bytes))))
     ]
     ids = [mx.array(d.astype(np.uint32)) for d in draws]  # as routers give them
     flat = [i.flatten() for i in ids]

@@ -1,4 +1,5 @@
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -8,7 +9,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from types import ModuleType
 
+import mlx.core as mx
 import pytest
+from emulator import Emulator
 
 from mlx_moe_fast import bench
 from mlx_moe_fast.bench import Row, Timing, interleave, markdown_table, read_results, write_results
@@ -188,6 +191,77 @@ def test_markdown_table() -> None:
     ]
 
 
+# ---- single operations ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench_ops(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "argv", ["bench_ops.py"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("bench_ops", ROOT / "scripts" / "bench_ops.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "bench_ops", module)  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_cases_of_single_operations_have_the_documented_names(bench_ops: ModuleType) -> None:
+    q = Quantization(bits=4, group_size=64)
+    names = {suite: [str(case) for case in cases] for suite, cases in bench_ops.CASES.items()}
+    assert list(names) == ["grouped", "dense_decode", "moe_decode"]
+    assert all(len(set(n)) == len(n) for n in names.values())
+    assert names["dense_decode"] == [
+        bench.dense_case(m, n, 4096, q, "bf16") for n in (14336, 4096) for m in (1, 4, 8, 16, 32)
+    ]
+    assert names["moe_decode"][0] == bench.moe_case(1, 8, 2048, 768, 128, q, "bf16")
+    # The next call of a chain takes its rows from the result of the one before.
+    assert all(case.n >= case.k for case in bench_ops.CASES["dense_decode"])
+
+
+def test_decode_counts_each_weight_scale_and_bias_once(bench_ops: ModuleType) -> None:
+    weights = bench_ops.random_weights(bench_ops.Dense(1, 96, 128, Quantization(8, 32)).projection)
+    arrays = (weights.weight, weights.scales, weights.biases)
+    assert bench_ops.matrix_bytes(weights.projection) == sum(a.nbytes for a in arrays)
+    case = bench_ops.Case(2, 2, 128, 64, 8, Quantization(4, 64))
+    expert = 3 * 64 * 128 * (4 / 8 + 4 / 64)
+    draws = [bench_ops.np.array(ids) for ids in ([[0, 1], [1, 2]], [[5, 3], [5, 3]])]
+    assert bench_ops.mlp_bytes(case, draws) == 2.5 * expert  # three experts, then two
+
+
+def test_a_chain_reads_more_than_a_cache_holds(bench_ops: ModuleType) -> None:
+    assert bench_ops.calls(1e9) == 8
+    assert bench_ops.calls(10e6) == 30
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+def test_decode_suites_check_and_time(bench_ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the emulator, with a clock on which every chain of eight calls takes 16 us."""
+    ticks = itertools.count(0, 16_000)
+    monkeypatch.setattr(bench_ops.ops, "launch", Emulator().launch)
+    monkeypatch.setattr(bench_ops, "stamp", lambda x: (x, mx.array([next(ticks)], mx.uint64)))
+    monkeypatch.setattr(bench_ops, "COLD_BYTES", 0)
+    q = Quantization(4, 64)
+    rows = [
+        bench_ops.measure_dense(bench_ops.Dense(3, 128, 64, q), 1),
+        bench_ops.measure_moe(bench_ops.Case(2, 2, 64, 64, 4, q), 1),
+        bench_ops.measure_moe(bench_ops.Case(32, 2, 64, 64, 4, q), 1),  # MLX sorts
+    ]
+    assert all(row.verified and row.median_us == row.stock_median_us == 2 and row.speedup == 1 for row in rows)
+    assert [row.suite for row in rows] == ["dense_decode", "moe_decode", "moe_decode"]
+    assert rows[0].gbps == pytest.approx(128 * 64 * (4 / 8 + 4 / 64) / 2e3)
+    assert rows[1].variant == "decode_glu_affine4g64_bf16_m8 + decode_plain_affine4g64_bf16_m8"
+    assert "50% of the ceiling, 1.00x MLX" in bench_ops.line(rows[0], 2 * rows[0].gbps)
+
+
+@pytest.mark.skipif(hasattr(mx, "cuda") and mx.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("suite", ["grouped", "dense_decode", "moe_decode"])
+def test_single_operations_need_a_gpu(suite: str) -> None:
+    command = [sys.executable, "scripts/bench_ops.py", "--suite", suite]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    failed = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert failed.returncode == 1 and "it needs an NVIDIA GPU" in failed.stderr
+
+
 # ---- README -------------------------------------------------------------------------------------
 
 
@@ -202,6 +276,35 @@ def test_readme_blocks_are_replaced(readme_tables: ModuleType, tmp_path: Path) -
     assert readme_tables.render(new, tmp_path) == new
 
 
+def test_batches_are_set_against_batch_1_of_the_same_model(readme_tables: ModuleType, tmp_path: Path) -> None:
+    speeds = [("a", 1, 100.0), ("a", 8, 450.0), ("b", 1, 200.0), ("b", 8, 300.0), ("c", 8, 70.0)]
+    rows = [
+        Row("batch", f"{model}-bf16-B{batch}", "patched", tok_s=speed, stock_tok_s=50.0, speedup=speed / 50)
+        for model, batch, speed in speeds
+    ]
+    write_results(tmp_path / "batch.json", rows, "command")
+    new = readme_tables.render("<!-- results:batch -->\n<!-- /results:batch -->\n", tmp_path)
+    assert new.splitlines()[1:8] == [
+        "| model | batch | stock tok/s | ours tok/s | speed-up | ours against batch 1 |",
+        "|:--|--:|--:|--:|--:|--:|",
+        "| a-bf16 | 1 | 50 | 100 | 2.00x | 1.00x |",
+        "| a-bf16 | 8 | 50 | 450 | 9.00x | 4.50x |",
+        "| b-bf16 | 1 | 50 | 200 | 4.00x | 1.00x |",
+        "| b-bf16 | 8 | 50 | 300 | 6.00x | 1.50x |",
+        "| c-bf16 | 8 | 50 | 70 | 1.40x | – |",
+    ]
+
+
+@pytest.mark.parametrize("suite", ["dense_decode", "moe_decode"])
+def test_tables_of_decode_suites(readme_tables: ModuleType, suite: str) -> None:
+    row = Row(suite, "c", "v", 20.0, gbps=3000.0, stock_median_us=50.0, speedup=2.5, rel_rms=0.002, stock_rel_rms=0.003)
+    assert markdown_table([row], readme_tables.columns(suite, [row])).splitlines() == [
+        "| case | stock µs | ours µs | ours GB/s | speed-up | rel. error ours / stock |",
+        "|:--|--:|--:|--:|--:|--:|",
+        "| c | 50 | 20 | 3,000 | 2.50x | 0.002 / 0.003 |",
+    ]
+
+
 @pytest.mark.parametrize(
     "text", ["<!-- results:a -->\n", "<!-- /results:a -->", "<!-- results:a -->\n<!-- /results:b -->"]
 )
@@ -211,8 +314,9 @@ def test_readme_markers_come_in_pairs(readme_tables: ModuleType, tmp_path: Path,
 
 
 def test_every_suite_has_columns_that_take_empty_rows(readme_tables: ModuleType) -> None:
-    for suite, columns in readme_tables.COLUMNS.items():
-        assert "–" in markdown_table([Row(suite, "case", "variant")], columns)
+    for suite in readme_tables.COLUMNS:
+        rows = [Row(suite, "case", "variant")]
+        assert "–" in markdown_table(rows, readme_tables.columns(suite, rows))
 
 
 def test_readme_check_fails_until_the_tables_are_written(tmp_path: Path) -> None:
@@ -220,8 +324,9 @@ def test_readme_check_fails_until_the_tables_are_written(tmp_path: Path) -> None
         script = [
             sys.executable,
             "scripts/readme_tables.py",
-            "--readme",
+            "--pages",
             str(readme),
+            str(page),
             "--results",
             str(tmp_path),
         ]
@@ -234,10 +339,11 @@ def test_readme_check_fails_until_the_tables_are_written(tmp_path: Path) -> None
         )
 
     write_results(tmp_path / "r.json", ROWS, "command")
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- results:r -->\n<!-- /results:r -->\n")
+    readme, page = tmp_path / "README.md", tmp_path / "page.md"
+    readme.write_text("nothing\n")
+    page.write_text("<!-- results:r -->\n<!-- /results:r -->\n")
     failed = run("--check")
-    assert failed.returncode == 1 and "differs" in failed.stderr
+    assert failed.returncode == 1 and f"error: {page}: differs" in failed.stderr
     assert run().returncode == 0
     assert run("--check").returncode == 0
     (tmp_path / "r.json").unlink()
@@ -245,12 +351,12 @@ def test_readme_check_fails_until_the_tables_are_written(tmp_path: Path) -> None
     assert missing.returncode == 1 and "r.json" in missing.stderr
 
 
-def test_readme_shows_the_results_files(readme_tables: ModuleType) -> None:
-    readme = ROOT / "README.md"
-    if not readme.exists():
+def test_pages_show_the_results_files(readme_tables: ModuleType) -> None:
+    if not (ROOT / "README.md").exists():
         pytest.skip("no README.md beside the tests")
-    text = readme.read_text()
-    assert readme_tables.render(text, ROOT / "scripts" / "results") == text, "run scripts/readme_tables.py"
+    for page in readme_tables.PAGES:
+        text = page.read_text()
+        assert readme_tables.render(text, ROOT / "scripts" / "results") == text, f"{page}: run scripts/readme_tables.py"
 
 
 def test_row_fields_have_defaults() -> None:

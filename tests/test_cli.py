@@ -178,13 +178,23 @@ def test_auto_survives_a_failing_patch(run, tiny_model_dir, monkeypatch):
 def test_model_without_experts_is_said_once(run, tiny_dense_dir):
     code, out, err = run(cli.generate_main, "--model", tiny_dense_dir, "-m", "2")
     assert code == 0 and out
-    assert err.count("patched nothing") == 1
+    assert err.count("0 of 16 layers run on mlx_moe_fast") == 1 and "QuantizedEmbedding: MLX's own kernels" in err
     assert run(cli.generate_main, "--model", tiny_dense_dir, "--moe-fast", "require")[0] == 1
+
+
+def test_model_without_quantized_layers_is_said_once(run, tiny_dense_dir, monkeypatch):
+    monkeypatch.setattr(cli, "patch", lambda model, **kwargs: mlx_moe_fast.patch(model, dense=False))
+    code, out, err = run(cli.generate_main, "--model", tiny_dense_dir, "-m", "2")
+    assert code == 0 and out
+    assert err.count("patched nothing") == 1
 
 
 def test_nothing_patched_says_why(run, tiny_model_dir):
     code, _, err = run(cli.generate_main, "--model", tiny_model_dir, "-m", "1")
-    assert code == 0 and err.count("device:") == 1
+    # Once for each kind of layer.
+    kinds = ("SwitchGLU", "QuantizedLinear", "QuantizedEmbedding")
+    assert code == 0 and err.count("device:") == len(kinds)
+    assert all(err.count(f"{kind}: MLX's own kernels, device: ") == 1 for kind in kinds)
 
 
 def test_shows_the_log_on_stderr(run, tiny_model_dir, monkeypatch):

@@ -1,6 +1,7 @@
 """The layers and their conditions: fallbacks on MLX's own kernels, and shapes with kernels made of NumPy."""
 
 import logging
+import re
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +16,7 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 from numerics import array, dequantize, grouped, moe_glu, rel_rms
 
 import mlx_moe_fast
-from mlx_moe_fast import device, dispatch, eligibility, jit, launch, layers, ops, variants
+from mlx_moe_fast import device, dispatch, eligibility, envs, jit, launch, layers, ops, variants
 from mlx_moe_fast.eligibility import HELP, Reason, Rejection, check_chain, check_device, describe
 from mlx_moe_fast.errors import KernelBuildError
 from mlx_moe_fast.layers import FAST
@@ -66,6 +67,12 @@ def same(a, b):
     return mx.array_equal(a, b).item()
 
 
+def dense_product(x, weights):
+    """W x^T + bias of one matrix, in NumPy."""
+    out = array(x) @ dequantize(weights).T
+    return out if weights.bias is None else out + array(weights.bias)
+
+
 class Kernels:
     """`ops` in NumPy; `calls` has the name and the number of rows of each call."""
 
@@ -73,32 +80,44 @@ class Kernels:
         self.calls = []
 
     def _x(self, x, ids):
-        assert x.ndim == 2 and ids.ndim == 1 and ids.size % x.shape[0] == 0
-        return np.repeat(array(x), ids.size // x.shape[0], axis=0)
+        """A row of x for each id. Few rows may come in any shape."""
+        assert (x.ndim, ids.ndim) == (2, 1) or dispatch.is_few(ids.size, projection())
+        rows = x.size // x.shape[-1]
+        assert ids.size % rows == 0
+        return np.repeat(array(x).reshape(rows, -1), ids.size // rows, axis=0)
 
-    def grouped_qmm(self, x, ids, weights, tile=None):
+    def grouped_qmm(self, x, ids, weights, shape=None):
+        assert x.ndim == 2 and ids.ndim == 1
         self.calls.append(("grouped_qmm", ids.size))
         return mx.array(grouped(self._x(x, ids), array(ids), weights)).astype(x.dtype)
 
-    def moe_glu(self, x, ids, gate, up, down, tile=None):
-        self.calls.append(("moe_glu", ids.size))
-        return mx.array(moe_glu(self._x(x, ids), array(ids), gate, up, down)).astype(x.dtype)
+    def dense_qmm(self, x, weights, choice=None):
+        rows = x.size // x.shape[-1]
+        assert 1 <= rows <= dispatch.DENSE_ROWS
+        self.calls.append(("dense_qmm", rows))
+        return mx.array(dense_product(x, weights)).astype(x.dtype)
 
-    def moe_mlp(self, x, ids, first, activation, down, tile=None):
+    def moe_glu(self, x, ids, gate, up, down, shape=None):
+        self.calls.append(("moe_glu", ids.size))
+        out = moe_glu(self._x(x, ids), array(ids).flatten(), gate, up, down)
+        return mx.array(out).astype(x.dtype).reshape(*ids.shape, -1)
+
+    def moe_mlp(self, x, ids, first, activation, down, shape=None):
         self.calls.append(("moe_mlp", ids.size))
-        rows, order = self._x(x, ids), np.argsort(array(ids), kind="stable")
-        projected = [grouped(rows, array(ids), w)[order][:, None] for w in first]
+        rows, flat = self._x(x, ids), array(ids).flatten()
+        order = np.argsort(flat, kind="stable")
+        projected = [grouped(rows, flat, w)[order][:, None] for w in first]
         hidden = activation(*(mx.array(p).astype(x.dtype) for p in projected)).squeeze(1)
         unsorted = np.empty(hidden.shape, np.float32)
         unsorted[order] = array(hidden)
-        return mx.array(grouped(unsorted, array(ids), down)).astype(x.dtype)
+        return mx.array(grouped(unsorted, flat, down)).astype(x.dtype).reshape(*ids.shape, -1)
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """Stand-ins for the kernels, and a CPU that counts as a GPU."""
     found = Kernels()
-    for name in ("grouped_qmm", "moe_glu", "moe_mlp"):
+    for name in ("grouped_qmm", "moe_glu", "moe_mlp", "dense_qmm"):
         monkeypatch.setattr(ops, name, getattr(found, name))
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(ops, "own_their_buffers", eligibility.contiguous_on_host)
@@ -382,6 +401,259 @@ def test_no_rows(kernels, monkeypatch, on_gpu):
     assert glu()(floats(0, H), ids(0, 2)).shape == (0, 2, H)
     assert linear()(floats(0, 1, H), ids(0)).shape == (0, 1, F)
     assert kernels.calls == []
+
+
+def dense(bias=False, k=H, n=F, **kw):
+    """An nn.Linear, quantized."""
+    return finish(nn.Linear(k, n, bias=bias), **kw)
+
+
+def embedding(**kw):
+    return finish(nn.Embedding(F, H), **kw)
+
+
+# A layer with H inputs and F outputs, and its product.
+DENSE = {
+    "linear": (dense, lambda layer: layer),
+    "linear with a bias": (lambda **kw: dense(bias=True, **kw), lambda layer: layer),
+    "tied output layer": (embedding, lambda layer: layer.as_linear),
+}
+denses = pytest.mark.parametrize("make, product", DENSE.values(), ids=DENSE)
+
+
+def stock_product(layer, x):
+    """The product of MLX's own class."""
+    own = type(layer).original
+    return (own.as_linear if own is nn.QuantizedEmbedding else own.__call__)(layer, x)
+
+
+@denses
+@pytest.mark.parametrize("lead", [(), (1,), (32,), (3, 4), (1, 1), (2, 1, 3), (1, 32, 1)], ids=str)
+def test_a_dense_layer_takes_x_of_any_rank(kernels, make, product, lead):
+    layer, x = make(), floats(*lead, H)
+    out, own = product(layer)(x), stock_product(layer, x)
+    assert kernels.calls == [("dense_qmm", np.prod(lead, dtype=int))]
+    assert out.shape == own.shape == (*lead, F) and out.dtype == own.dtype
+    assert rel_rms(array(out), dense_product(x, eligibility.weights(layer, describe(layer)))) < 5e-3
+    assert rel_rms(array(out), array(own)) < 2e-2  # MLX on the CPU accumulates in bf16
+
+
+@denses
+@pytest.mark.parametrize("bits", variants.BITS)
+@pytest.mark.parametrize("dtype", eligibility.DTYPES)
+def test_dense_layers_of_every_format(kernels, make, product, bits, dtype):
+    layer, x = make(bits=bits, group_size=32, dtype=dtype), floats(5, H).astype(dtype)
+    out = product(layer)(x)
+    assert kernels.calls == [("dense_qmm", 5)] and out.dtype == dtype
+    assert rel_rms(array(out), array(stock_product(layer, x))) < 2e-2
+
+
+@denses
+def test_a_dense_layer_takes_a_strided_x(kernels, make, product):
+    wide = floats(3, 7, 2 * H)
+    for x in (wide[:, ::2, H:], wide.swapaxes(0, 1)[..., ::2], wide[:, -1:, :H]):
+        assert same(product(make())(x), product(make())(mx.contiguous(x)))
+    assert [rows for _, rows in kernels.calls] == [12, 12, 21, 21, 3, 3]
+
+
+# A layer or x with which a call of 5 rows takes the original path. Of those arrays that `make` makes, both layers have
+# the values.
+STOCK_DENSE = {
+    "33 rows": (Reason.SLOWER, lambda make: (make(), floats(33, H))),
+    "33 rows in two axes": (Reason.SLOWER, lambda make: (make(), floats(3, 11, H))),
+    "little work": (Reason.SLOWER, lambda make: (with_few_rows(make(), 6), floats(5, H))),
+    "no rows": (Reason.EMPTY, lambda make: (make(), floats(0, H))),
+    "no rows in two axes": (Reason.EMPTY, lambda make: (make(), floats(3, 0, H))),
+    "training": (Reason.TRAINING, lambda make: (train(make()), floats(5, H))),
+    "unfrozen scales": (Reason.TRAINING, lambda make: (unfrozen(make()), floats(5, H))),
+    "float32 x": (Reason.DTYPE, lambda make: (make(), floats(5, H).astype(mx.float32))),
+    "float16 x": (Reason.DTYPE, lambda make: (make(), floats(5, H).astype(mx.float16))),
+    "float32 weights": (Reason.DTYPE, lambda make: (make(dtype=mx.float32), floats(5, H))),
+    "6 bits": (Reason.BITS, lambda make: (make(bits=6), floats(5, H))),
+}
+
+
+def with_few_rows(layer, rows):
+    layer.few_rows = rows
+    return layer
+
+
+def unfrozen(layer):
+    layer.unfreeze(keys="scales")
+    return layer
+
+
+@denses
+@pytest.mark.parametrize("reason, case", STOCK_DENSE.values(), ids=STOCK_DENSE)
+def test_what_a_dense_layer_leaves_to_mlx(kernels, make, product, reason, case):
+    layer, x = case(make)
+    found = layer.check(x)
+    assert isinstance(found, Rejection) and found.reason is reason and found.detail
+    out, own = product(layer)(x), stock_product(layer, x)
+    assert out.shape == own.shape == (*x.shape[:-1], F) and out.dtype == own.dtype
+    assert x.size == 0 or same(out, own)  # MLX divides by zero on the CPU if it has to compute no rows
+    assert kernels.calls == []
+
+
+@denses
+def test_on_the_cpu_a_dense_layer_is_mlxs(kernels, monkeypatch, make, product):
+    monkeypatch.setattr(device, "on_gpu", lambda: False)
+    layer, x = make(), floats(5, H)
+    assert layer.check(x).reason is Reason.DEVICE
+    assert same(product(layer)(x), stock_product(layer, x)) and kernels.calls == []
+
+
+@pytest.mark.parametrize("shape", [(5, H + 64), (5, F), (0,)], ids=str)
+def test_x_that_does_not_fit_a_dense_layer_is_mlxs_error(kernels, shape):
+    layer, x = dense(), floats(*shape)
+    with pytest.raises(Exception) as own:
+        stock_product(layer, x)
+    with pytest.raises(type(own.value)):
+        layer(x)
+    assert isinstance(layer.check(x), Rejection) and kernels.calls == []
+
+
+@denses
+def test_the_gradient_through_a_dense_layer_is_stocks(kernels, make, product):
+    layer, x, cotangent = make(), floats(2, 3, H), floats(2, 3, F, seed=3)
+    found = mx.grad(lambda x: (product(layer)(x) * cotangent).sum())(x)
+    assert kernels.calls == [("dense_qmm", 6)]
+    assert same(found, mx.grad(lambda x: (stock_product(layer, x) * cotangent).sum())(x))
+    assert mx.abs(found).max().item() > 0
+
+
+def test_a_bias_of_a_dense_layer_that_is_not_frozen_gets_stocks_gradient(kernels):
+    layer, x = dense(bias=True), floats(5, H)
+    layer.unfreeze(keys="bias")
+    bias = layer.bias
+
+    def gradient(product):
+        _, found = nn.value_and_grad(layer, lambda: (product(layer, x).astype(mx.float32) ** 2).sum())()
+        return found["bias"]
+
+    found = gradient(lambda layer, x: layer(x))
+    assert kernels.calls == [("dense_qmm", 5)] and same(layer.bias, bias)
+    # The square's own gradient depends on the product, which is the kernel's.
+    assert rel_rms(array(found), array(gradient(stock_product))) < 2e-2
+    layer.freeze()
+    layer(x)
+    assert len(kernels.calls) == 2
+
+
+def test_looking_up_tokens_is_mlxs(kernels):
+    layer, tokens = embedding(), mx.array([[3, 0], [7, 3]])
+    assert same(layer(tokens), nn.QuantizedEmbedding.__call__(layer, tokens))
+    assert kernels.calls == [] and "__call__" not in vars(type(layer))
+    layer.as_linear(layer(tokens))
+    assert kernels.calls == [("dense_qmm", 4)]
+
+
+@denses
+def test_a_dense_kernel_that_fails_to_build_at_a_call_is_one_warning_and_stocks_result(
+    kernels, monkeypatch, caplog, make, product
+):
+    def fail(*args):
+        raise KernelBuildError("did not compile")
+
+    monkeypatch.setattr(ops, "dense_qmm", fail)
+    layer, x = make(), floats(5, H)
+    with caplog.at_level(logging.WARNING):
+        assert all(same(product(layer)(x), stock_product(layer, x)) for _ in range(2))
+    assert len(caplog.records) == 1 and "did not compile" in caplog.text
+
+
+@denses
+def test_a_dense_layer_compiles(kernels, monkeypatch, make, product):
+    # Inside a compiled function only shapes are known: nothing of x may be looked at.
+    layer, x = make(), floats(5, H)
+    describe(layer)
+    monkeypatch.setattr(ops, "dense_qmm", lambda x, w: stock_product(layer, x))
+    assert same(mx.compile(product(layer))(x), stock_product(layer, x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bits", variants.BITS)
+def test_describe_takes_a_dense_layer_for_one_expert(bits, bias):
+    expected = Projection(1, F, H, Quantization(bits, 64), "bf16", bias)
+    assert describe(dense(bias=bias, bits=bits)) == expected
+    assert describe(dense(bias=bias, bits=bits, fast=False)) == expected
+
+
+@pytest.mark.parametrize("name", ["weight", "scales", "biases"])
+def test_an_array_of_a_dense_layer_that_was_replaced_is_looked_at(kernels, name):
+    layer, x = dense(), floats(5, H)
+    layer(x)
+    assert kernels.calls == [("dense_qmm", 5)]
+    layer[name] = layer[name][None]  # of an expert
+    assert layer.check(x).reason is Reason.SHAPE
+
+
+def test_a_dense_layer_of_few_outputs_is_mlxs(kernels):
+    layer, x = dense(n=12), floats(5, H)
+    assert layer.check(x).reason is Reason.SHAPE
+    assert same(layer(x), stock_product(layer, x)) and kernels.calls == []
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The variants that are launched, on a CPU that counts as a GPU; results are zeros."""
+    found = []
+
+    def launch(variant, inputs, outputs, numbers, **kw):
+        found.append(variant)
+        return [mx.zeros(shape, dtype) for shape, dtype in outputs]
+
+    monkeypatch.setattr(ops, "launch", launch)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(ops, "own_their_buffers", eligibility.contiguous_on_host)
+    monkeypatch.delenv(envs.TILE.name, raising=False)
+    return found
+
+
+def kinds(launches):
+    """What was launched, without quantization and dtype."""
+    return [re.sub("_affine.*_m|_affine.*", " m", variant.id) for variant in launches]
+
+
+def test_few_rows_are_one_launch_a_product(launches):
+    x, indices = floats(5, H), ids(5, 2)
+    assert glu()(x, indices).shape == (5, 2, H)
+    assert kinds(launches) == ["decode_glu m8", "decode_plain m8"]
+    launches.clear()
+    assert glu(activation=SwigluOAI(), bias=True)(x, indices).shape == (5, 2, H)
+    assert kinds(launches) == ["decode_plain m8"] * 3
+    launches.clear()
+    assert linear()(floats(5, 1, 1, H), indices).shape == (5, 2, 1, F)
+    assert kinds(launches) == ["decode_plain m8"]
+
+
+def test_many_rows_are_routed_first(launches):
+    assert glu()(floats(40, H), ids(40, 2)).shape == (40, 2, H)
+    assert kinds(launches) == ["route_4bit", "prefill_sm80_glu m32", "prefill_sm80_plain m32"]
+    launches.clear()
+    linear()(floats(40, 1, 1, H), ids(40, 2))
+    assert kinds(launches) == ["route_4bit", "prefill_sm80_plain m32"]
+
+
+@pytest.mark.parametrize("m", variants.TILES)
+def test_a_forced_tile_is_the_prefill_kernel_for_few_rows(launches, monkeypatch, m):
+    monkeypatch.setenv(envs.TILE.name, str(m))
+    for rows in (1, 5):
+        launches.clear()
+        glu()(floats(rows, H), ids(rows, 2))
+        assert kinds(launches) == ["route_4bit", f"prefill_sm80_glu m{m}", f"prefill_sm80_plain m{m}"]
+
+
+@pytest.mark.parametrize("rows, m", [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32)])
+def test_dense_rows_are_one_launch(launches, rows, m):
+    assert dense()(floats(rows, H)).shape == (rows, F)
+    assert kinds(launches) == [f"decode_dense m{m}"]
+
+
+@pytest.mark.parametrize("dtype", [mx.int32, mx.uint32, mx.int64, mx.uint8])
+def test_ids_of_any_integers_become_those_of_the_kernels(dtype):
+    found = ops._words(mx.array([3, 0, 7], dtype))
+    assert found.dtype in (mx.int32, mx.uint32) and found.tolist() == [3, 0, 7]
 
 
 def projection(**changes):

@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections import Counter
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,17 +22,28 @@ import pytest
 from mlx_lm.models import switch_layers
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
-from mlx_lm.tuner.lora import LoRASwitchLinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 import mlx_moe_fast
-from mlx_moe_fast import device, envs, jit, layers, selftest
+from mlx_moe_fast import device, dispatch, envs, jit, layers, selftest
+from mlx_moe_fast.eligibility import describe
 from mlx_moe_fast.errors import KernelBuildError, NotAccelerated
-from mlx_moe_fast.layers import FastQuantizedSwitchLinear, FastSwitchGLU, FastSwitchMLP, plan_experts
-from mlx_moe_fast.problem import Device, Quantization
+from mlx_moe_fast.layers import (
+    FastDense,
+    FastQuantizedEmbedding,
+    FastQuantizedLinear,
+    FastQuantizedSwitchLinear,
+    FastSwitchGLU,
+    FastSwitchMLP,
+    plan_experts,
+)
+from mlx_moe_fast.patching import DENSE
+from mlx_moe_fast.problem import Device, Projection, Quantization
 from mlx_moe_fast.variants import TILES, Prefill
 
 H, F, E, TOP_K, VOCAB = 64, 128, 4, 2, 32
 RUN_SELFTEST = selftest.run
+DENSE_KINDS = {kind.__name__ for kind in DENSE}
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +171,12 @@ def test_a_patched_model_gives_the_stock_logits(family):
     assert all(mx.isfinite(logits).all().item() for logits in stock)
     report = mlx_moe_fast.patch(model)
     assert [type(m) for m in model.modules() if isinstance(m, fast.original)] == [fast] * count
-    assert len(report.replaced) == len(report.layers) == count
+    assert [row.replaced for row in report.layers if row.kind not in DENSE_KINDS] == [True] * count
+    rows = {row.path: row for row in report.layers if row.kind in DENSE_KINDS}
+    assert rows.keys() == {path for path, m in model.named_modules() if isinstance(m, DENSE) and "switch" not in path}
+    for path, row in rows.items():  # routers have fewer outputs than a kernel writes at once
+        fits = dict(model.named_modules())[path].weight.shape[0] % 8 == 0
+        assert (row.replaced, row.reason) == ((True, None) if fits else (False, "shape"))
     for batch, logits in zip(batches, stock, strict=True):
         assert same(model(batch), logits)
     mlx_moe_fast.unpatch(model)
@@ -167,16 +184,29 @@ def test_a_patched_model_gives_the_stock_logits(family):
 
 
 def test_report_says_what_runs_where():
-    assert str(mlx_moe_fast.patch(build("qwen3_moe"))) == (
-        "2 of 2 mixture-of-experts layers run on mlx_moe_fast\n"
+    experts = (
         "  model.layers.0.mlp.switch_mlp ... model.layers.1.mlp.switch_mlp (2)  SwitchGLU: "
-        "route, prefill_sm80 gate+up+SwiGLU, prefill_sm80 down (affine4g64 bf16)"
+        "gate+up+SwiGLU, down: decode, or route and prefill_sm80 (affine4g64 bf16)"
     )
+    model = build("qwen3_moe")
+    assert str(mlx_moe_fast.patch(model, dense=False)) == f"2 of 2 layers run on mlx_moe_fast\n{experts}"
+    first, *lines = str(mlx_moe_fast.patch(model)).splitlines()
+    assert first == "12 of 14 layers run on mlx_moe_fast" and experts in lines
+    dense = "decode, up to 32 rows (affine4g64 bf16)"
+    assert f"  model.embed_tokens  QuantizedEmbedding: {dense}" in lines
+    assert f"  lm_head ... model.layers.1.self_attn.v_proj (9)  QuantizedLinear: {dense}" in lines
+    assert len(lines) == 4 and "MLX's own kernels, shape: 4 output features" in lines[2]
+
+
+def test_report_of_a_projection_that_stands_alone():
+    (row,) = mlx_moe_fast.patch(finish(Holder(SwitchLinear(H, F, E, bias=False)))).layers
+    assert row.launches == "decode, or route and prefill_sm80 (affine4g64 bf16)"
 
 
 def test_report_of_an_activation_that_runs_in_mlx():
     (row,) = mlx_moe_fast.patch(glu(activation=SwigluOAI())).layers
-    assert row.launches == "route, 3 prefill_sm80, activation in MLX (affine4g64 bf16)"
+    words = "3 products, activation in MLX: decode, or route and prefill_sm80"
+    assert row.launches == f"{words} (affine4g64 bf16)"
 
 
 def test_report_is_plain_data():
@@ -189,7 +219,7 @@ def test_report_is_plain_data():
 
 def test_report_counts_layers_as_people_do():
     model = build("qwen3_moe", num_hidden_layers=12)
-    paths = [layer.path for layer in mlx_moe_fast.patch(model).layers]
+    paths = [layer.path for layer in mlx_moe_fast.patch(model, dense=False).layers]
     assert paths == [f"model.layers.{i}.mlp.switch_mlp" for i in range(12)]
 
 
@@ -197,23 +227,28 @@ def test_report_changes_nothing_and_tells_before_from_after():
     model = build("qwen3_moe")
     classes = [type(m) for m in model.modules()]
     rows = mlx_moe_fast.report(model).layers
-    assert [(row.replaced, row.reason, row.detail) for row in rows] == [(False, None, "not patched")] * 2
+    found = Counter((row.replaced, row.reason, row.detail) for row in rows)
+    routers = (False, "shape", "4 output features, needed is a multiple of 8")
+    assert found == {(False, None, "not patched"): 12, routers: 2}
     assert [type(m) for m in model.modules()] == classes
     patched = mlx_moe_fast.patch(model)
     assert mlx_moe_fast.report(model) == patched
 
 
-def dense():
-    return finish(nn.Sequential(nn.Linear(H, H), nn.Linear(H, H)))
+NOTHING = "patched nothing: the model has no mixture-of-experts layer and no quantized one"
 
 
-def test_a_model_without_experts_is_left_alone():
-    model = dense()
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_model_without_a_layer_of_ours_is_left_alone(quantized):
+    # Quantized dense layers are none of ours if they are not asked for.
+    model = nn.Sequential(nn.Linear(H, H), nn.Embedding(VOCAB, H))
+    model = finish(model) if quantized else model
     before = snapshot(model)
-    assert str(mlx_moe_fast.patch(model)) == "patched nothing: the model has no mixture-of-experts layer"
+    assert str(mlx_moe_fast.patch(model, dense=not quantized)) == NOTHING
     assert snapshot(model) == before
-    with pytest.raises(NotAccelerated, match="no mixture-of-experts layer"):
-        mlx_moe_fast.patch(model, strict=True)
+    with pytest.raises(NotAccelerated, match="no quantized layer"):
+        mlx_moe_fast.patch(model, strict=True, dense=not quantized)
+    assert snapshot(model) == before
 
 
 def test_unpatch_gives_back_what_was_there():
@@ -221,7 +256,8 @@ def test_unpatch_gives_back_what_was_there():
     before = snapshot(model)
     mlx_moe_fast.patch(model)
     assert snapshot(model) != before
-    assert mlx_moe_fast.unpatch(model) == 2 * 4  # two layers and the three projections in each
+    # Two layers and the three projections in each; the embedding, the output layer and four projections of attention.
+    assert mlx_moe_fast.unpatch(model) == 2 * 4 + 2 + 2 * 4
     assert snapshot(model) == before
     assert mlx_moe_fast.unpatch(model) == 0
 
@@ -305,7 +341,31 @@ def test_extra_children_and_attributes_survive():
 
 
 def test_strict_accepts_a_model_that_is_replaced_as_a_whole():
-    assert len(mlx_moe_fast.patch(build("qwen3_moe"), strict=True).replaced) == 2
+    report = mlx_moe_fast.patch(build("qwen3_moe"), strict=True, dense=False)
+    assert len(report.replaced) == len(report.layers) == 2
+
+
+def test_strict_is_about_experts():
+    report = mlx_moe_fast.patch(build("qwen3_moe"), strict=True)  # routers stay
+    assert [layer.kind for layer in report.skipped] == ["QuantizedLinear"] * 2
+    assert len(report.replaced) == 12
+
+
+def test_strict_names_the_expert_layer_that_stays_and_not_a_dense_one():
+    model = half_plain()
+    model.layers.insert(0, finish(Holder(nn.Linear(H, 4))).layer)
+    with pytest.raises(NotAccelerated, match=r"layers.2 \(SwitchGLU\)"):
+        mlx_moe_fast.patch(model, strict=True)
+
+
+def test_strict_wants_something_replaced():
+    model = finish(Holder(nn.Linear(H, 4)))
+    before = snapshot(model)
+    with pytest.raises(NotAccelerated, match=r"layer \(QuantizedLinear\).*shape: 4 output features"):
+        mlx_moe_fast.patch(model, strict=True)
+    assert snapshot(model) == before
+    model = finish(nn.Sequential(nn.Linear(H, H), nn.Linear(H, 4)))
+    assert [layer.path for layer in mlx_moe_fast.patch(model, strict=True).replaced] == ["layers.0"]
 
 
 def half_plain():
@@ -367,8 +427,9 @@ def test_a_build_failure_is_one_warning_and_leaves_every_layer_stock(monkeypatch
         report = mlx_moe_fast.patch(model)
         mlx_moe_fast.patch(model)
     assert len(caplog.records) == 1 and "did not compile" in caplog.text and "a hint" in caplog.text
-    assert [layer.reason for layer in report.layers] == ["build", "build"]
-    assert all("did not compile" in layer.detail and "\n" not in layer.detail for layer in report.layers)
+    assert Counter(layer.reason for layer in report.layers) == {"build": 12, "shape": 2}
+    failed = [layer for layer in report.layers if layer.reason == "build"]
+    assert all("did not compile" in layer.detail and "\n" not in layer.detail for layer in failed)
     assert not any(getattr(type(m), "is_fast", False) for m in model.modules())
     assert same(model(tokens(1, 8)), stock)
     with pytest.raises(NotAccelerated, match="build: "):
@@ -399,8 +460,12 @@ def test_what_is_run_once_is_all_that_a_layer_may_launch(monkeypatch):
     monkeypatch.setattr(selftest, "run", seen.extend)
     mlx_moe_fast.patch(glu())
     kinds = sorted(v.id.rsplit("_m", 1)[0] for v in seen)
-    glu_and_plain = [f"prefill_sm80_{kind}_affine4g64_bf16" for kind in ("glu", "plain")]
-    assert kinds == sorted(["route_4bit", *(kind for kind in glu_and_plain for _ in TILES)])
+    names = [(f"prefill_sm80_{kind}", f"decode_{kind}") for kind in ("glu", "plain")]
+    expected = [name for prefill, decode in names for name in (*[prefill] * len(TILES), decode)]
+    assert kinds == sorted(["route_4bit", *(f"{name}_affine4g64_bf16" for name in expected)])
+    seen.clear()
+    mlx_moe_fast.patch(finish(Holder(nn.Linear(H, F))))
+    assert [v.id for v in seen] == [f"decode_dense_affine4g64_bf16_m{m}" for m in (8, 16, 32)]
 
 
 def reference(layer, x, indices):
@@ -518,7 +583,126 @@ def test_a_subclass_of_the_quantized_layer_stays():
 def test_a_switch_mlp_is_one_layer():
     model = finish(Holder(SwitchMLP(H, F, E)))
     (row,) = mlx_moe_fast.patch(model).layers
-    assert row.kind == "SwitchMLP" and row.launches.startswith("route, 2 prefill_sm80, activation in MLX")
+    words = "2 products, activation in MLX: decode, or route and prefill_sm80"
+    assert row.kind == "SwitchMLP" and row.launches == f"{words} (affine4g64 bf16)"
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, and a projection between."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, H)
+        self.proj = nn.Linear(H, H, bias=True)
+
+    def __call__(self, ids):
+        return self.embed.as_linear(self.proj(self.embed(ids)))
+
+
+def test_dense_layers_are_patched_and_restored():
+    model = finish(Tied())
+    before, names = snapshot(model), [name for name, _ in mlx.utils.tree_flatten(model.parameters())]
+    trainable = [name for name, _ in mlx.utils.tree_flatten(model.trainable_parameters())]
+    stock = model(tokens(2, 5))
+    report = mlx_moe_fast.patch(model)
+    assert [(row.path, row.kind, row.replaced) for row in report.layers] == [
+        ("embed", "QuantizedEmbedding", True),
+        ("proj", "QuantizedLinear", True),
+    ]
+    assert type(model.embed) is FastQuantizedEmbedding and type(model.proj) is FastQuantizedLinear
+    assert same(model(tokens(2, 5)), stock)
+    assert [name for name, _ in mlx.utils.tree_flatten(model.parameters())] == names
+    assert [name for name, _ in mlx.utils.tree_flatten(model.trainable_parameters())] == trainable
+    assert mlx_moe_fast.patch(model) == report == mlx_moe_fast.report(model)
+    assert mlx_moe_fast.unpatch(model) == 2
+    assert snapshot(model) == before
+
+
+def test_dense_layers_are_left_and_not_listed_if_not_asked_for():
+    model = build("qwen3_moe")
+    report = mlx_moe_fast.patch(model, dense=False)
+    assert [row.kind for row in report.layers] == ["SwitchGLU"] * 2
+    assert not any(isinstance(m, FastDense) for m in model.modules())
+    with mlx_moe_fast.patched(build("qwen3_moe"), dense=False) as report:
+        assert [row.kind for row in report.layers] == ["SwitchGLU"] * 2
+
+
+def test_patched_restores_dense_layers_that_it_patched():
+    model = build("qwen3_moe")
+    mlx_moe_fast.patch(model, dense=False)
+    with mlx_moe_fast.patched(model):
+        assert sum(isinstance(m, FastDense) for m in model.modules()) == 10
+    assert not any(isinstance(m, FastDense) for m in model.modules())
+    assert sum(type(m) is FastSwitchGLU for m in model.modules()) == 2
+
+
+def test_only_mlxs_own_dense_classes_are_patched():
+    class Mine(nn.QuantizedLinear):
+        pass
+
+    model = finish(nn.Sequential(*(nn.Linear(H, H, bias=False) for _ in range(4)), nn.Embedding(VOCAB, H)))
+    model.layers[1].__class__ = Mine
+    model.layers[2] = LoRALinear.from_base(model.layers[2], r=4)
+    model.layers[3] = nn.Linear(H, H)
+    model.layers[4] = nn.Embedding(VOCAB, H)
+    report = mlx_moe_fast.patch(model)
+    kinds = [FastQuantizedLinear, Mine, LoRALinear, nn.Linear, nn.Embedding]
+    assert [type(layer) for layer in model.layers] == kinds
+    # What LoRA wraps is MLX's own layer.
+    assert [row.path for row in report.layers] == ["layers.0", "layers.2.linear"]
+    assert type(model.layers[2].linear) is FastQuantizedLinear
+    assert type(model.layers[2].fuse()) is nn.QuantizedLinear
+
+
+def test_lora_on_a_dense_layer_after_patching():
+    model = finish(Holder(nn.Linear(H, H, bias=False)))
+    x, stock = inputs(1)[0], LoRALinear.from_base(model.layer, r=4)
+    mlx_moe_fast.patch(model)
+    assert isinstance(model.layer, nn.QuantizedLinear)  # what LoRA asks to find layers
+    mine = LoRALinear.from_base(model.layer, r=4)
+    mine.update({name: stock[name] for name in ("lora_a", "lora_b")})
+    mine.eval(), stock.eval()
+    assert same(mine(x), stock(x))
+
+
+@pytest.mark.parametrize("bits, reason", [(4, None), (8, None), (6, "bits"), (3, "bits")])
+def test_bits_of_dense_layers(bits, reason):
+    (row,) = mlx_moe_fast.patch(finish(Holder(nn.Linear(H, H)), bits=bits)).layers
+    assert (row.replaced, row.reason) == (reason is None, reason)
+
+
+def test_a_dense_layer_knows_from_how_many_rows_on_it_pays():
+    model = finish(nn.Sequential(nn.Linear(H, H), nn.Linear(H, F)))
+    mlx_moe_fast.patch(model)
+    few = [dispatch.few_rows(H, H), dispatch.few_rows(F, H)]
+    assert [layer.few_rows for layer in model.layers] == few and few[0] > few[1] > 1
+    mlx_moe_fast.unpatch(model)
+    assert not any(hasattr(layer, "few_rows") for layer in model.layers)
+
+
+@pytest.mark.parametrize("name", ["weight", "scales", "biases", "bias"])
+def test_an_array_of_a_dense_layer_replaced_after_patching_is_noticed(name):
+    model, other = (finish(Holder(nn.Linear(H, H, bias=True))) for _ in range(2))
+    mlx_moe_fast.patch(model)
+    assert isinstance(describe(model.layer), Projection)
+    x = inputs(3)[0]
+    other.layer[name] = other.layer[name] + other.layer[name]
+    model.layer[name] = other.layer[name]
+    mx.eval(model.parameters())
+    model.layer.update({n: other.layer[n] for n in ("weight", "scales", "biases", "bias")})
+    assert same(model(x), other(x)) and isinstance(describe(model.layer), Projection)
+    model.layer[name] = model.layer[name][: H // 2]
+    assert describe(model.layer).reason == "shape"
+    assert mlx_moe_fast.report(model).layers[0].reason == "shape"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_patched_dense_layer_is_patched_and_its_own(copied):
+    model = finish(Tied())
+    mlx_moe_fast.patch(model)
+    twin = copied(model)
+    assert type(twin.embed) is FastQuantizedEmbedding and type(twin.proj) is FastQuantizedLinear
+    assert same(twin(tokens(3)), model(tokens(3)))
 
 
 def test_weights_saved_after_patching_load_into_either(tmp_path):

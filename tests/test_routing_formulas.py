@@ -112,8 +112,9 @@ def test_the_model_is_the_kernels_arithmetic():
     source = jit.sources()["route.cu"]
     for line in (
         "const int first = offset / tile_m, full = count / tile_m;",
-        "tiles[slot] = make_int4(expert, offset + i * tile_m, i < full ? tile_m : 0, 0);",
-        "tiles[rows / tile_m + expert] = make_int4(expert, offset + full * tile_m, count - full * tile_m, 0);",
+        "ptx::store(tiles + slot, make_int4(expert, offset + i * tile_m, i < full ? tile_m : 0, 0));",
+        "const int4 rest = make_int4(expert, offset + full * tile_m, count - full * tile_m, 0);",
+        "ptx::store(tiles + rows / tile_m + expert, rest);",
         "const int segment = (rows + kThreads - 1) / kThreads * 32;",
         f"constexpr int kThreads = {THREADS};",
     ):

@@ -47,7 +47,7 @@ class Kernel:
         if "IDLE" in os.environ:
             return
         arrays = [a for a in arguments if isinstance(a, np.ndarray)]
-        outputs = arrays[-3:] if self.variant.source == "route.cu" else arrays[-1:]
+        outputs = arrays[-{"route.cu": 3, "stamp.cu": 2}.get(self.variant.source, 1) :]
         made = Emulator().launch(
             self.variant,
             [mx.array(a).view(MLX[a.dtype.name]) for a in arrays[: -len(outputs)]],
@@ -91,7 +91,7 @@ def sanitize(script, monkeypatch, tmp_path):
 CLEAN = '"$@" && echo "========= ERROR SUMMARY: 0 errors"'
 
 
-@pytest.mark.parametrize("name", [PLAIN, GLU, "route_8bit", "probe"])
+@pytest.mark.parametrize("name", [PLAIN, GLU, "route_8bit", "probe", "stamp"])
 def test_clean(sanitize, capsys, name):
     assert sanitize(CLEAN, "--variants", name, "--tools", "memcheck", "initcheck") == 0
     assert capsys.readouterr().out.splitlines() == [

@@ -7,12 +7,20 @@ import numpy as np
 import pytest
 
 from mlx_moe_fast import ops, variants
+from mlx_moe_fast.dispatch import choose, choose_dense
 from mlx_moe_fast.problem import Projection, Quantization
 from mlx_moe_fast.variants import (
     BITS,
+    DENSE_STRIPS,
+    DTYPES,
+    EXPERT_STRIP,
     GROUP_SIZES,
     TILES,
+    WARPS,
+    Decode,
     Prefill,
+    Route,
+    Strip,
     all_variants,
     k_block,
     logical_k,
@@ -21,12 +29,15 @@ from mlx_moe_fast.variants import (
 )
 
 PREFILLS = [v for v in all_variants() if isinstance(v, Prefill)]
+DECODES = [v for v in all_variants() if isinstance(v, Decode)]
 bits_only = pytest.mark.parametrize("bits", BITS)
 
 
 def test_ids_are_unique_and_can_name_a_kernel_and_a_file():
     ids = [v.id for v in all_variants()]
-    assert len(set(ids)) == len(ids) == 1 + len(BITS) + len(BITS) * len(GROUP_SIZES) * 2 * 2 * len(TILES)
+    # A format has each tile, plain and GLU, the same of the decode kernel, and a dense kernel for each strip.
+    a_format = 2 * len(TILES) + 2 + len(DENSE_STRIPS)
+    assert len(set(ids)) == len(ids) == 2 + len(BITS) + len(BITS) * len(GROUP_SIZES) * len(DTYPES) * a_format
     assert all(re.fullmatch("[a-z][a-z0-9_]*", i) for i in ids)
 
 
@@ -34,7 +45,7 @@ def test_defines_tell_variants_apart():
     assert len({tuple(v.defines.items()) for v in all_variants()}) == len(all_variants())
 
 
-@pytest.mark.parametrize("variant", PREFILLS, ids=lambda v: v.id)
+@pytest.mark.parametrize("variant", PREFILLS + DECODES, ids=lambda v: v.id)
 def test_shared_memory_fits_the_smallest_cards(variant):
     assert variant.shared_bytes <= 99 * 1024  # a block's on sm_86, sm_89, sm_120, sm_121
 
@@ -43,6 +54,40 @@ def test_shared_memory_of_one_variant_by_hand():
     # Two stages of 128 weight rows of 64 bytes and 16 tokens of 128 values; two slots of scales; row table.
     variant = Prefill(Quantization(4, 128), "bf16", False, variants.Tile(16, 2, 1, 8))
     assert variant.shared_bytes == 2 * (128 * 64 + 16 * 256) + 2 * 130 * 8 + 16 * 4
+
+
+def test_shared_memory_of_a_decode_variant_by_hand():
+    # Each of four warps: two stages of two tiles of 16 rows, two spans of 32 bytes each; of each tile, for 16 spans of
+    # two groups, 72 bytes of scales; sums of 8 columns; a row table, which one matrix has not.
+    variant = Decode(Quantization(4, 32), "bf16", "plain", Strip(8, 2, 2, 1))
+    assert variant.shared_bytes == 4 * (2 * 2 * 2 * 16 * 32 + 2 * 16 * 2 * 72 + 8 * (16 * 2 + 4) * 4 + 8 * 4)
+    dense = Decode(Quantization(4, 32), "bf16", "dense", Strip(8, 2, 2, 1))
+    assert dense.shared_bytes == variant.shared_bytes - 4 * 8 * 4
+
+
+@pytest.mark.parametrize("strip", {EXPERT_STRIP, *DENSE_STRIPS.values()}, ids=str)
+@pytest.mark.parametrize("kind", ["dense", "plain", "glu"])
+def test_a_decode_block_has_the_more_features_the_fewer_warps_share_k(strip, kind):
+    variant = Decode(Quantization(4, 64), "bf16", kind, strip)
+    a_warp = 16 * strip.tiles // (2 if kind == "glu" else 1)
+    assert variant.features(WARPS) == a_warp and variant.features(1) == WARPS * a_warp
+    assert strip.columns % 8 == 0 and strip.tiles % 2 == 0 and strip.stages >= 2
+
+
+def test_a_dense_layer_needs_each_strip():
+    projection = Projection(1, 128, 256, Quantization(4, 64), "bf16")
+    needed = variants.needed_dense(projection)
+    assert [v.strip.columns for v in needed] == [8, 16, 32] and {v.kind for v in needed} == {"dense"}
+    assert set(needed) <= set(all_variants())
+    assert {variants.dense(projection, choose_dense(rows, projection).shape) for rows in range(1, 33)} == set(needed)
+
+
+@pytest.mark.parametrize("glu", [False, True])
+def test_what_is_dispatched_is_what_was_compiled(glu):
+    projection = Projection(32, 128, 256, Quantization(4, 64), "bf16")
+    needed = variants.needed(projection, glu)
+    chosen = {variants.of(projection, glu, choose(rows, projection, glu).shape) for rows in range(1, 4000)}
+    assert chosen == set(needed) - {Route(4)}
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=lambda t: f"m{t.m}")
@@ -59,7 +104,7 @@ def test_what_a_layer_needs_is_declared(bits, group, dtype, glu):
     projection = Projection(8, 128, 256, Quantization(bits, group), dtype)
     needed = ops.variants_of([projection, projection], glu)
     assert set(needed) <= set(all_variants())
-    assert len(needed) == len(set(needed)) == 1 + len(TILES) * (2 if glu else 1)  # GLU: plain for down
+    assert len(needed) == len(set(needed)) == 1 + (1 + len(TILES)) * (2 if glu else 1)  # GLU: plain for down
 
 
 @bits_only
