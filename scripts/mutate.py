@@ -876,7 +876,7 @@ MUTATIONS = [
         "bytes of a pair exchanged in fp16",
         QUANT,
         "i ? 0x4341u : 0x4240u",
-        "u ? 0x4143u : 0x4042u",
+        "i ? 0x4143u : 0x4042u",
         "selector that picks h the other way round",
         edge(P8_16, 0),
     ),
