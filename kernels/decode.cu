@@ -75,10 +75,6 @@ struct Problem {
   int split;  // warps that share the parts of K: 1 or all
 };
 
-DEVICE float swiglu(float gate, float up) {
-  return gate * ptx::rcp_approx(1.0f + ptx::exp2_approx(-1.4426950408889634f * gate)) * up;
-}
-
 // What a block does for one expert (or for the one dense matrix).
 template <class C>
 struct Block {
@@ -143,6 +139,11 @@ struct Block {
 
   DEVICE int row_of(int column) const {
     return C::kRouted ? static_cast<int>(ptx::lds32(list() + column * 4)) : column;
+  }
+
+  DEVICE const u16* x_of(int column) const {
+    const int row = row_of(column);
+    return p.x + static_cast<i64>(C::kRouted ? row / p.x_div : row) * p.k;
   }
 
   // Two spans of each tile; lane l copies 16 bytes of row l / 2. The halves of a span that touches two groups lie
@@ -340,8 +341,7 @@ struct Block {
     const u16* x[C::kBlocks];
 #pragma unroll
     for (int b = 0; b < C::kBlocks; ++b) {
-      const int row = row_of(min(8 * b + lane / 4, count - 1));
-      x[b] = p.x + static_cast<i64>(C::kRouted ? row / p.x_div : row) * p.k;
+      x[b] = x_of(min(8 * b + lane / 4, count - 1));
     }
     Tokens tokens;
     load_tokens(x, begin * kPair * C::kSpan, tokens);
@@ -445,7 +445,42 @@ struct Block {
     return p.has_bias ? T::to_float(ptx::ldg16(values + static_cast<i64>(expert) * p.n + n0 + feature)) : 0.0f;
   }
 
+  // An output, step by step.
+  DEVICE float dot(bool up, int column, int feature) const {
+    const i64 row = static_cast<i64>(expert) * p.n + n0 + feature;
+    const u16* x = x_of(column);
+    const unsigned char* w = (up ? p.w_up : p.w) + row * (p.k / 8 * C::kBits);
+    const i64 groups = row * (p.k / C::kGroup);
+    float sum = bias(up ? p.bias_up : p.bias, feature);
+#pragma unroll 1
+    for (int k = 0; k < p.k; ++k) {
+      const u32 q = C::kBits == 8 ? ptx::load(w + k) : ptx::load(w + k / 2) >> (k % 2 * 4) & 15;
+      const float scale = T::to_float(ptx::ldg16((up ? p.scales_up : p.scales) + groups + k / C::kGroup));
+      const float least = T::to_float(ptx::ldg16((up ? p.biases_up : p.biases) + groups + k / C::kGroup));
+      sum = fmaf(fmaf(static_cast<float>(q), scale, least), T::to_float(ptx::ldg16(x + k)), sum);
+    }
+    return sum;
+  }
+
+  // For an x that begins at no multiple of 16 bytes, as a slice of an array may.
+  DEVICE void run_slowly(int count) const {
+    const int features = C::kWarpRows * (p.split == 1 ? kWarps : 1);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count * features; i += kThreads) {
+      const int column = i / features, feature = i % features;
+      if (n0 + feature >= p.n) continue;
+      float value = 0;
+#pragma unroll 1
+      for (int up = 0; up <= C::kGlu; ++up) {
+        const float sum = dot(up, column, feature);
+        value = up ? swiglu(value, sum) : sum;
+      }
+      ptx::store(p.out + static_cast<i64>(row_of(column)) * p.n + n0 + feature, static_cast<u16>(T::pack(value, 0)));
+    }
+  }
+
   DEVICE void run(int count) const {
+    if (reinterpret_cast<u64>(p.x) % 16) return run_slowly(count);
     set_zero();
     multiply(count);
     __syncthreads();

@@ -69,10 +69,6 @@ struct Problem {
   int out_width, out_bits;  // GLU: padded width, and the bits whose K permutation `out` is written in
 };
 
-DEVICE float swiglu(float gate, float up) {
-  return gate * ptx::rcp_approx(1.0f + ptx::exp2_approx(-1.4426950408889634f * gate)) * up;
-}
-
 // Where MMA row i of 8-row block b stands among the 8 * kRun rows that interleave: once transposed, lane t of a
 // quad holds rows i = 2 t, 2 t + 1 of every block, and these must be neighbours in memory.
 template <int kRun>

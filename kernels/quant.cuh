@@ -96,3 +96,8 @@ DEVICE u32 dequantize(const uint4& words, int s, int u, u32 scale2, u32 bias2) {
   const u32 q = kBits == 4 ? T::int4_pair(word, 2 * (s % 2) + u) : T::int8_pair(word, u);
   return T::fma2(q, scale2, bias2);
 }
+
+// silu(gate) * up.
+DEVICE float swiglu(float gate, float up) {
+  return gate * ptx::rcp_approx(1.0f + ptx::exp2_approx(-1.4426950408889634f * gate)) * up;
+}

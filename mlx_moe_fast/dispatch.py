@@ -24,7 +24,8 @@ ENOUGH_WARPS, SHORT_ROW = 700, 1024
 
 # Multiply-adds of one projection below which MLX's own kernels, which read weights once a row, are done before
 # ours have been launched: a launch of ours costs MLX's thread three times what one of its own does, because the
-# machine code is copied and hashed. Measured on an H200 (kernels/LOG.md).
+# machine code is copied and hashed. Estimated from what single launches cost on an H200, not yet measured on whole
+# models (kernels/LOG.md).
 MIN_WORK = 60_000_000
 
 

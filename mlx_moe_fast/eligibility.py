@@ -144,7 +144,7 @@ def describe(layer: nn.Module) -> Projection | Rejection:
 
 def forget(layer: nn.Module) -> None:
     """Drops what we put on a layer."""
-    for name in ("_moe_fast_seen", "_moe_fast_function", "few_rows"):
+    for name in ("_moe_fast_seen", "few_rows"):
         vars(layer).pop(name, None)
 
 

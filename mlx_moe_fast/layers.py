@@ -217,7 +217,6 @@ class FastDense(nn.Module):
         plan = self.check(x)
         if isinstance(plan, Rejection):
             return stock(x)
-
         return attempt(lambda x: ops.dense_qmm(x, weights(self, plan)), stock, x, [self])
 
 

@@ -201,7 +201,7 @@ def moe_mlp(
     """Expert MLP with any elementwise activation: x [T, H], ids [T * A] -> [T * A, H].
 
     `activation` gets one array [T * A, 1, F] for each of `first` (which share bits), as MLX's own layers call theirs;
-    rows in sorted order where there are many.
+    rows in sorted order where there are many. For few rows ids may have any shape, and results have it too.
     """
     head = first[0].projection
     choice = _given(shape, ids.size, first[0])

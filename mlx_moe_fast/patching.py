@@ -108,7 +108,12 @@ def _plan(module: nn.Module) -> list[Projection] | Rejection:
         found = describe(module)
     except KernelBuildError as error:
         return _unbuilt(error)
-    return found if isinstance(found, Rejection) else [found]
+    if isinstance(found, Rejection):
+        return found
+    rows = dispatch.few_rows(found.n, found.k)
+    if _original(module) in DENSE and rows > dispatch.DENSE_ROWS:
+        return Rejection(Reason.SLOWER, f"ours pay from {rows} rows on and are for {dispatch.DENSE_ROWS}")
+    return [found]
 
 
 def _variants(module: nn.Module, plan: list[Projection]) -> tuple[str, list[Variant]]:

@@ -629,7 +629,7 @@ MUTATIONS = [
     ),
     Mutation(
         "silu without its sigmoid",
-        PREFILL,
+        QUANT,
         "gate * ptx::rcp_approx(1.0f + ptx::exp2_approx(-1.4426950408889634f * gate)) * up",
         "gate * up",
         "a plain product",
@@ -637,7 +637,7 @@ MUTATIONS = [
     ),
     Mutation(
         "exp for exp2",
-        PREFILL,
+        QUANT,
         "exp2_approx(-1.4426950408889634f * gate)",
         "exp2_approx(-gate)",
         "2^-x for e^-x",
@@ -661,7 +661,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sigmoid that overflows",
-        PREFILL,
+        QUANT,
         "return gate * ptx::rcp_approx(1.0f + ptx::exp2_approx(-1.4426950408889634f * gate)) * up;",
         "const float e = ptx::exp2_approx(1.4426950408889634f * gate);\n"
         "  return gate * (e * ptx::rcp_approx(1.0f + e)) * up;",

@@ -120,6 +120,18 @@ def test_batch_does_not_change_a_row(emulator, dtype):
     batch_does_not_change_a_row(dtype)
 
 
+@pytest.mark.parametrize("variant", [v for v in DECODE64 if v.dtype == "fp16"], ids=by_id)
+def test_x_may_begin_anywhere(monkeypatch, variant):
+    """A row-contiguous slice of an array begins at any of its elements."""
+    monkeypatch.setattr(ops, "launch", Emulator(skip=2).launch)
+    for shape in shapes_of(variant):
+        if variant.kind == "dense":
+            run_dense(variant, shape)
+        else:
+            for case in around(variant.strip.columns, variant.quantization, variant.dtype)[4:7]:
+                run(case, variant.kind == "glu", shape)
+
+
 def test_sanitizers(monkeypatch):
     """No access outside a buffer, no undefined arithmetic: exact-sized buffers under ASan and UBSan."""
     decodes = [v for v in DECODES if (v.quantization.group_size, v.dtype) in ((32, "bf16"), (128, "fp16"))]

@@ -1,5 +1,7 @@
 """Every kernel variant on a GPU, forced, against NumPy; outputs hold garbage before each launch."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from checks import (
     run_variant,
     subnormal_scales_count,
 )
-from numerics import array, check, grouped, rel_rms
+from numerics import array, check, grouped, moe_glu, rel_rms
 
 from mlx_moe_fast import launch, ops, variants
 from mlx_moe_fast.dispatch import Choice
@@ -45,6 +47,21 @@ def test_variant(variant: Prefill | Decode):
 @pytest.mark.parametrize("dtype", variants.DTYPES)
 def test_batch_does_not_change_a_row(dtype):
     batch_does_not_change_a_row(dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 90])  # dense and experts, decode and prefill
+def test_x_may_begin_anywhere(rows):
+    x, ids, gate, up, down = Case(rows, 2, 256, 192, 5, Q4).arrays()
+    x = mx.concatenate([mx.zeros((3,), x.dtype), x.flatten()])[3:].reshape(x.shape)
+    flat = array(ids).flatten()
+    check(
+        ops.moe_glu(x, ids.flatten(), gate, up, down),
+        moe_glu(array(x).repeat(2, axis=0), flat, gate, up, down),
+        "bf16",
+        3,
+    )
+    matrix = ops.Weights(replace(gate.projection, experts=1), *(a[:1] + 0 for a in gate.arrays[:3]))
+    check(ops.dense_qmm(x[:5], matrix), grouped(array(x[:5]), np.zeros(min(rows, 5), np.int32), matrix), "bf16")
 
 
 @pytest.mark.parametrize("down", [Quantization(8, 64), Quantization(8, 32), Quantization(4, 32)], ids=str)

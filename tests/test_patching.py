@@ -46,6 +46,12 @@ RUN_SELFTEST = selftest.run
 DENSE_KINDS = {kind.__name__ for kind in DENSE}
 
 
+@pytest.fixture(autouse=True)
+def however_small(monkeypatch):
+    """Layers count as worth a launch that in a real model would not be."""
+    monkeypatch.setattr(dispatch, "MIN_WORK", 0)
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """A cache folder: what one test compiles, the next one finds."""
@@ -671,13 +677,25 @@ def test_bits_of_dense_layers(bits, reason):
     assert (row.replaced, row.reason) == (reason is None, reason)
 
 
-def test_a_dense_layer_knows_from_how_many_rows_on_it_pays():
+def test_a_dense_layer_knows_from_how_many_rows_on_it_pays(monkeypatch):
+    monkeypatch.setattr(dispatch, "MIN_WORK", 10 * H * F)
     model = finish(nn.Sequential(nn.Linear(H, H), nn.Linear(H, F)))
     mlx_moe_fast.patch(model)
     few = [dispatch.few_rows(H, H), dispatch.few_rows(F, H)]
     assert [layer.few_rows for layer in model.layers] == few and few[0] > few[1] > 1
     mlx_moe_fast.unpatch(model)
     assert not any(hasattr(layer, "few_rows") for layer in model.layers)
+
+
+def test_a_dense_layer_that_pays_for_no_number_of_its_rows_stays(monkeypatch):
+    """It would ask at every call and never launch."""
+    monkeypatch.setattr(dispatch, "MIN_WORK", dispatch.DENSE_ROWS * H * F)
+    model = finish(nn.Sequential(nn.Linear(H, H), nn.Linear(H, F)))
+    small, large = mlx_moe_fast.patch(model).layers
+    assert (small.replaced, small.reason) == (False, "slower") and large.replaced
+    assert [type(layer) for layer in model.layers] == [nn.QuantizedLinear, FastQuantizedLinear]
+    monkeypatch.setenv(envs.TILE.name, "16")  # which asks for our kernels, whatever they cost
+    assert all(layer.replaced for layer in mlx_moe_fast.patch(model).layers)
 
 
 @pytest.mark.parametrize("name", ["weight", "scales", "biases", "bias"])

@@ -37,7 +37,7 @@ class Emulator:
     """How launches run: the seed of the scheduler, whether asynchronous copies land late, whether sanitizers watch.
 
     `counters` holds those of every launch, by variant id. In `keep`, if given, each launch leaves an unoptimised
-    program and its problem, for a debugger.
+    program and its problem, for a debugger. The first input begins `skip` bytes into its buffer.
     """
 
     seed: int = 0
@@ -46,6 +46,7 @@ class Emulator:
     sources: dict[str, str] = field(default_factory=jit.sources)
     counters: list[tuple[str, dict[str, int]]] = field(default_factory=list)
     keep: Path | None = None
+    skip: int = 0
 
     def launch(
         self,
@@ -62,11 +63,12 @@ class Emulator:
         specs = [(shape, _HOST[dtype]) for shape, dtype in outputs]
         sizes = [int(np.prod(shape)) * np.dtype(host).itemsize for shape, host in specs]
         lines = [f"{variant.id} {blocks} {variant.threads} {variant.shared_bytes} {self.seed} {int(self.late)}"]
-        lines += [f"in {a.nbytes}" for a in arrays] + [f"out {size}" for size in sizes]
+        lines += [f"in {arrays[0].nbytes + self.skip}", f"skip {self.skip}"]
+        lines += [f"in {a.nbytes}" for a in arrays[1:]] + [f"out {size}" for size in sizes]
         lines += [f"int {value}" for value in scalars] + ["data", ""]
         with self._folder(variant, program) as folder:
             problem, result = Path(folder, "problem"), Path(folder, "result")
-            problem.write_bytes("\n".join(lines).encode() + b"".join(a.tobytes() for a in arrays))
+            problem.write_bytes("\n".join(lines).encode() + bytes(self.skip) + b"".join(a.tobytes() for a in arrays))
             run = subprocess.run([program, problem, result], capture_output=True, text=True)
             if run.returncode:
                 raise Fault(f"{run.stderr.strip()[:4000]}\n(exit status {run.returncode})")

@@ -1,7 +1,7 @@
 // Runs one launch of one kernel: MACHINE PROBLEM RESULT.
 //
-// PROBLEM  a line `kernel blocks threads shared_bytes seed late`, a line for each argument: `in BYTES`, `out BYTES` or
-//          `int VALUE`, a line `data`, then the bytes of all inputs. Buffers are of exactly these sizes.
+// PROBLEM  a line `kernel blocks threads shared_bytes seed late`, a line for each argument: `in BYTES`, `out BYTES`,
+//          `int VALUE` or (of the one before) `skip BYTES`, a line `data`, then the bytes of all inputs. Buffers are of exactly these sizes.
 // RESULT   the bytes of all outputs. Counters go to stdout as JSON. A fault ends the run with status 3 and a message.
 #include <sys/mman.h>
 
@@ -495,6 +495,10 @@ int run(const char* problem, const char* result) {
     long long value = 0;
     in >> value;
     if (count == kMaxArguments) fail("more than %d arguments", kMaxArguments);
+    if (kind == "skip") {  // the argument before begins so many bytes into its buffer
+      slots[--count] += static_cast<std::uint64_t>(value);
+      continue;
+    }
     slots[count] = static_cast<std::uint64_t>(value);
     if (kind == "int") continue;
     auto& buffers = kind == "in" ? inputs : outputs;
