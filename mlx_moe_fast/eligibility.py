@@ -87,26 +87,29 @@ def check_device() -> Rejection | None:
 ARRAYS = ("weight", "scales", "biases", "bias")
 
 
-class _Seen:
+class Seen:
     """The arrays that `describe` last looked at, by weak reference, and what it found. Copies start empty."""
 
     def __init__(self, layer: nn.Module | None = None, found: Projection | Rejection | None = None) -> None:
-        self.found = found
+        self.found, self.kind = found, type(layer)
         arrays = [layer.get(name) for name in ARRAYS] if layer is not None else [None] * 4
         self.refs = tuple((lambda: None) if a is None else weakref.ref(a) for a in arrays)
 
-    def same(self, layer: nn.Module) -> bool:
-        """Whether nothing has been replaced."""
-        get, (weight, scales, biases, bias) = layer.get, self.refs
-        return (
-            get("weight") is weight()
-            and get("scales") is scales()
-            and get("biases") is biases()
-            and get("bias") is bias()
-        )
+    def arrays(self, layer: nn.Module) -> tuple[Any, ...] | None:
+        """The layer's arrays in the kernels' order, as `Weights.arrays`; None if one, or the class, is another now."""
+        if type(layer) is not self.kind:
+            return None
+        get, refs = layer.get, self.refs
+        weight, scales, biases, bias = get("weight"), get("scales"), get("biases"), get("bias")
+        if weight is refs[0]() and scales is refs[1]() and biases is refs[2]() and bias is refs[3]():
+            return weight, scales, biases, scales if bias is None else bias
+        return None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Seen, ()
+        return Seen, ()
+
+
+NOTHING_SEEN = Seen()
 
 
 def check_first(layer: nn.Module, rows: int) -> Rejection | None:
@@ -133,18 +136,18 @@ def describe(layer: nn.Module) -> Projection | Rejection:
     if not fast and type(layer) not in QUANTIZED:
         kind = Reason.NOT_QUANTIZED if type(layer).__name__ == "SwitchLinear" else Reason.TYPE
         return Rejection(kind, f"a {type(layer).__name__}")
-    seen: _Seen | None = getattr(layer, "_moe_fast_seen", None)
-    if seen and seen.found and seen.same(layer):
+    seen: Seen = getattr(layer, "_moe_fast_seen", NOTHING_SEEN)
+    if seen.found and seen.arrays(layer):
         return seen.found
     found = _inspect(layer, [layer[name] for name in ARRAYS if layer.get(name) is not None])
     if fast:
-        layer._moe_fast_seen = _Seen(layer, found)
+        layer._moe_fast_seen = Seen(layer, found)
     return found
 
 
 def forget(layer: nn.Module) -> None:
     """Drops what we put on a layer."""
-    for name in ("_moe_fast_seen", "few_rows"):
+    for name in ("_moe_fast_seen", "_moe_fast_calls", "few_rows"):
         vars(layer).pop(name, None)
 
 

@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
 
-from . import device, dispatch, ops
+from . import calls, device, dispatch, envs, ops
+from .calls import again, remember, traced
 from .eligibility import Reason, Rejection, check_call, check_chain, check_first, describe, fuses, weights
 from .errors import KernelBuildError
 from .problem import Projection
@@ -49,6 +50,22 @@ def attempt(
     Gradients are those of x and of any `bias` of `layers` that is not frozen."""
     biased = [layer for layer in layers if "bias" in layer and "bias" not in layer._no_grad]
     biases = [layer["bias"] for layer in biased]
+    try:
+        # A custom function costs more than a launch.
+        return differentiable(fast, stock, x, biased, biases) if traced(x, *biases) else fast(x)
+    except KernelBuildError as error:
+        warn_once(f"{Reason.BUILD.value}: {error}")
+        return stock(x)
+
+
+def differentiable(
+    fast: Callable[[mx.array], mx.array],
+    stock: Callable[[mx.array], mx.array],
+    x: mx.array,
+    biased: list[nn.Module],
+    biases: list[mx.array],
+) -> mx.array:
+    """fast(x) with the gradient of stock(x), which reads `biases` from the layers `biased`."""
 
     def stock_of(x: mx.array, *values: mx.array) -> mx.array:
         for layer, value in zip(biased, values, strict=True):
@@ -67,11 +84,7 @@ def attempt(
         _, gradients = mx.vjp(stock_of, list(primals), [cotangent])
         return tuple(gradients) if biased else gradients[0]
 
-    try:
-        return function(x, *biases)  # type: ignore[return-value]
-    except KernelBuildError as error:
-        warn_once(f"{Reason.BUILD.value}: {error}")
-        return stock(x)
+    return function(x, *biases)  # type: ignore[return-value]
 
 
 def plan_experts(layer: nn.Module, parts: tuple[str, ...]) -> list[Projection] | Rejection:
@@ -93,6 +106,7 @@ class FastExperts(nn.Module):
     original: type[nn.Module]
     parts: tuple[str, ...]
     few_rows = 0  # routed rows below which the original call is faster; `patch` sets it
+    _moe_fast_calls = calls.NONE
 
     def check(self, x: mx.array, indices: mx.array) -> list[Projection] | Rejection:
         """What this call would launch for, or why it takes the original path."""
@@ -104,8 +118,13 @@ class FastExperts(nn.Module):
         return check_call([self[name] for name in self.parts], plan, x) or plan
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        if indices.size < self.few_rows:  # a decode step: it waits for every microsecond of Python
+        if indices.size < self.few_rows:
             return self.original.__call__(self, x, indices)
+        key = x.shape, x.dtype, indices.shape, indices.dtype, type(self.activation), envs.TILE.get()
+        layers = [self[name] for name in self.parts]
+        out = again(self, key, layers, x, indices)
+        if out is not None:
+            return out
         indices = mx.stop_gradient(indices)
 
         def stock(x: mx.array, indices: mx.array) -> mx.array:
@@ -117,13 +136,20 @@ class FastExperts(nn.Module):
             return stock(x, indices)
 
         def fast(x: mx.array, indices: mx.array) -> mx.array:
-            if dispatch.is_few(indices.size, plan[0]):  # a reshape costs as much as a small kernel
-                return self.experts(x, indices, plan)
-            out = self.experts(x.reshape(-1, x.shape[-1]), indices.flatten(), plan)
-            return out.reshape(*indices.shape, out.shape[-1])
+            if not dispatch.is_few(indices.size, plan[0]):
+                out = self.experts(x.reshape(-1, x.shape[-1]), indices.flatten(), plan)
+                return out.reshape(*indices.shape, out.shape[-1])
+            out = self.experts(x, indices, plan)  # a reshape costs as much as a small kernel
+            run = self.launches(x, indices, plan)
+            if run:
+                remember(self, key, layers, run)
+            return out
 
-        layers = [self[name] for name in self.parts]
         return attempt(lambda x: in_chunks(fast, x, indices, MAX_ROWS), lambda x: stock(x, indices), x, layers)
+
+    def launches(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> Callable[..., mx.array] | None:
+        """`experts` for these shapes and few rows, as a function of x, ids and the arrays of `parts`."""
+        return None
 
     def experts(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> mx.array:
         """x [T, D], ids [T * k] -> [T * k, D]; few rows in any shape: x [..., D], ids [..., k] -> [..., k, D]."""
@@ -136,6 +162,10 @@ class FastSwitchGLU(FastExperts, SwitchGLU):
 
     original = SwitchGLU
     parts = ("up_proj", "gate_proj", "down_proj")  # the order in which `activation` takes the first two
+
+    def launches(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> Callable[..., mx.array] | None:
+        up, gate, down = plan
+        return ops.few_glu(gate, down, x, ids) if fuses(gate, up, self.activation) else None
 
     def experts(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> mx.array:
         up, gate, down = (weights(self[name], p) for name, p in zip(self.parts, plan, strict=True))
@@ -201,6 +231,7 @@ class FastDense(nn.Module):
     original: type[nn.Module]
     parts: tuple[str, ...] = ()
     few_rows = 0
+    _moe_fast_calls = calls.NONE
 
     def check(self, x: mx.array) -> Projection | Rejection:
         """What this call would launch for, or why it takes the original path."""
@@ -214,10 +245,20 @@ class FastDense(nn.Module):
 
     def multiply(self, x: mx.array, stock: Callable[[mx.array], mx.array]) -> mx.array:
         """x [..., K] -> [..., N]."""
+        key = x.shape, x.dtype
+        out = again(self, key, (self,), x)
+        if out is not None:
+            return out
         plan = self.check(x)
         if isinstance(plan, Rejection):
             return stock(x)
-        return attempt(lambda x: ops.dense_qmm(x, weights(self, plan)), stock, x, [self])
+
+        def fast(x: mx.array) -> mx.array:
+            out = ops.dense_qmm(x, weights(self, plan))
+            remember(self, key, (self,), ops.few_dense(plan, x))
+            return out
+
+        return attempt(fast, stock, x, [self])
 
 
 class FastQuantizedLinear(FastDense, nn.QuantizedLinear):

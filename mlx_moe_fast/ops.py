@@ -18,6 +18,7 @@ from .problem import Projection
 from .variants import Decode, Strip, Tile
 
 ALIGNMENT = 16  # bytes: what one asynchronous copy moves
+WORDS = (mx.uint32, mx.int32)
 PERMUTE_CHUNK = 8  # elements that a thread of the route kernel permutes
 
 
@@ -119,43 +120,69 @@ def _glu(routing: Routing, gate: Weights, up: Weights, x_div: int, out_bits: int
     return out
 
 
-def _decode(x: mx.array, ids: mx.array, choice: Choice, *weights: Weights) -> mx.array:
-    """[*ids.shape, N]: one product, or gate and up with SwiGLU, in one launch. x [x_rows, K], or any shape of so many
-    rows: row r of ids reads row r // (rows / x_rows) of x."""
-    p, rows = weights[0].projection, ids.size
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch of the decode kernel, without its inputs."""
+
+    variant: Decode
+    outputs: tuple[tuple[tuple[int, ...], mx.Dtype], ...]
+    scalars: tuple[int, ...]
+    blocks: int
+
+    def __call__(self, *inputs: mx.array) -> mx.array:
+        return launch(self.variant, inputs, self.outputs, self.scalars, blocks=self.blocks, contiguous=True)[0]
+
+
+def _few(p: Projection, glu: bool, x_rows: int, ids: mx.array, dtype: mx.Dtype, choice: Choice) -> Launch:
+    """One product, or gate and up with SwiGLU: inputs x, arrays of the weights, ids -> [*ids.shape, N]. x [x_rows, K],
+    or any shape of so many rows: row r of ids reads row r // (rows / x_rows) of x."""
     assert isinstance(choice.shape, Strip)
-    variant = variants.of(p, len(weights) == 2, choice.shape)
+    variant, rows = variants.of(p, glu, choice.shape), ids.size
     assert isinstance(variant, Decode)
-    inputs = [x, *weights[0].arrays, ids] if len(weights) == 1 else [x, *weights[0].arrays, *weights[1].arrays, ids]
-    return launch(
-        variant,
-        inputs,
-        [((*ids.shape, p.n), x.dtype)],
-        [rows, p.n, p.k, int(weights[0].bias is not None), choice.split, p.experts, rows * p.k // x.size],
-        blocks=slots(rows, p.experts) * -(-p.n // variant.features(choice.split)),
-        contiguous=True,
-    )[0]
+    scalars = rows, p.n, p.k, int(p.has_bias), choice.split, p.experts, rows // x_rows
+    blocks = slots(rows, p.experts) * -(-p.n // variant.features(choice.split))
+    return Launch(variant, (((*ids.shape, p.n), dtype),), scalars, blocks)
+
+
+def _decode(x: mx.array, ids: mx.array, choice: Choice, *weights: Weights) -> mx.array:
+    """`_few` at once, of one product or of gate and up."""
+    p = weights[0].projection
+    run = _few(p, len(weights) == 2, x.size // p.k, ids, x.dtype, choice)
+    return run(x, *(a for w in weights for a in w.arrays), ids)
+
+
+def few_glu(gate: Projection, down: Projection, x: mx.array, ids: mx.array) -> Callable[..., mx.array] | None:
+    """`moe_glu` for few rows of shapes like these, as a function of x, ids and the arrays of up, gate and down; None
+    if ids have to be converted."""
+    if ids.dtype not in WORDS:
+        return None
+    first = _few(gate, True, x.size // gate.k, ids, x.dtype, choose(ids.size, gate, glu=True))
+    last = _few(down, False, ids.size, ids, x.dtype, choose(ids.size, down))
+
+    def run(x: mx.array, ids: mx.array, *arrays: mx.array) -> mx.array:
+        return last(first(x, *arrays[4:8], *arrays[:4], ids), *arrays[8:], ids)
+
+    return run
 
 
 def _words(ids: mx.array) -> mx.array:
     """Ids of 32 bits, signed or not: from 2^31 on they are out of range either way."""
-    return ids if ids.dtype in (mx.uint32, mx.int32) else ids.astype(mx.int32)
+    return ids if ids.dtype in WORDS else ids.astype(mx.int32)
+
+
+def few_dense(p: Projection, x: mx.array, choice: Choice | None = None) -> Launch:
+    """One matrix for at most 32 rows: inputs x [..., K], arrays of the weights -> [..., N]."""
+    rows = x.size // x.shape[-1]
+    choice = choice or choose_dense(rows, p)
+    assert isinstance(choice.shape, Strip)
+    variant = variants.dense(p, choice.shape)
+    scalars = rows, p.n, p.k, int(p.has_bias), choice.split
+    return Launch(variant, (((*x.shape[:-1], p.n), x.dtype),), scalars, -(-p.n // variant.features(choice.split)))
 
 
 def dense_qmm(x: mx.array, weights: Weights, choice: Choice | None = None) -> mx.array:
     """x [..., K], at most 32 rows, and weights of one matrix -> [..., N]: W x^T + bias."""
-    p, rows = weights.projection, x.size // x.shape[-1]
-    choice = choice or choose_dense(rows, p)
-    assert isinstance(choice.shape, Strip)
-    variant = variants.dense(p, choice.shape)
-    return launch(
-        variant,
-        [x, *weights.arrays],
-        [((*x.shape[:-1], p.n), x.dtype)],
-        [rows, p.n, p.k, int(weights.bias is not None), choice.split],
-        blocks=-(-p.n // variant.features(choice.split)),
-        contiguous=True,
-    )[0]
+    return few_dense(weights.projection, x, choice)(x, *weights.arrays)
 
 
 def _given(shape: Tile | Choice | None, rows: int, weights: Weights, glu: bool = False) -> Choice:
@@ -239,6 +266,8 @@ __all__ = [
     "Routing",
     "Weights",
     "dense_qmm",
+    "few_dense",
+    "few_glu",
     "grouped_qmm",
     "moe_glu",
     "moe_mlp",

@@ -97,6 +97,23 @@ class Kernels:
         self.calls.append(("dense_qmm", rows))
         return mx.array(dense_product(x, weights)).astype(x.dtype)
 
+    def few_dense(self, projection, x, choice=None):
+        def run(x, *arrays):
+            bias = arrays[3] if projection.has_bias else None
+            return self.dense_qmm(x, ops.Weights(projection, *arrays[:3], bias))
+
+        return run
+
+    def few_glu(self, gate, down, x, ids):
+        def weights(projection, arrays):
+            return ops.Weights(projection, *arrays[:3], arrays[3] if projection.has_bias else None)
+
+        def run(x, ids, *arrays):
+            up_part, gate_part, down_part = (arrays[i : i + 4] for i in (0, 4, 8))
+            return self.moe_glu(x, ids, weights(gate, gate_part), weights(gate, up_part), weights(down, down_part))
+
+        return run
+
     def moe_glu(self, x, ids, gate, up, down, shape=None):
         self.calls.append(("moe_glu", ids.size))
         out = moe_glu(self._x(x, ids), array(ids).flatten(), gate, up, down)
@@ -117,7 +134,7 @@ class Kernels:
 def kernels(monkeypatch):
     """Stand-ins for the kernels, and a CPU that counts as a GPU."""
     found = Kernels()
-    for name in ("grouped_qmm", "moe_glu", "moe_mlp", "dense_qmm"):
+    for name in ("grouped_qmm", "moe_glu", "moe_mlp", "dense_qmm", "few_dense", "few_glu"):
         monkeypatch.setattr(ops, name, getattr(found, name))
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(ops, "own_their_buffers", eligibility.contiguous_on_host)
