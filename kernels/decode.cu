@@ -19,10 +19,8 @@
 enum : int { kWarps = 4, kThreads = 32 * kWarps, kParts = kWarps };
 enum : int {
   kSpanBytes = 32,       // of a weight row: what is multiplied at once
-  kIds = 8,              // that a lane has under way
-  kBatch = 16,           // spans whose scales are read together
-  kPair = 2,             // spans of a stage of the ring
-  kScalePitch = 18 * 4,  // of a group's 16 rows, so that what a quad writes lies in different banks
+  kIds = 8,         // that a lane has under way
+  kPair = 2,        // spans of a stage of the ring
 };
 
 template <class T, int kBits_, int kGroup_, bool kRouted_, bool kGlu_, int kBlocks_, int kTiles_, int kStages_>
@@ -39,14 +37,19 @@ struct Config {
     kStages = kStages_,
     kSpan = kSpanBytes * 8 / kBits,             // elements of K
     kGroups = kSpan > kGroup ? 2 : 1,           // that a span touches
-    kSteps = kSpan / 16 / kGroups,              // MMA steps of each
+    kUnit = kSpan / kGroups,                    // elements of K that always lie in it together
+    kSteps = kUnit / 16,                        // MMA steps of each
+    kFit = 32 * kGroup / kSpan / kTiles,        // spans whose scales find room,
+    kBatch = kFit < 16 ? kFit : 16,             // and how many are read together
     kLaneGroups = kBatch * kSpan / kGroup / 4,  // whose scales a lane reads, a batch
     kScaleWords = (kLaneGroups + 1) / 2,
+    kScalePitch = 128 + (kLaneGroups < 4 ? 32 / kLaneGroups : 8),  // bytes of a group's 16 rows: quads write apart
+    kAhead = kBlocks > 2 ? 1 : 2,              // spans that x is loaded ahead
     kPieces = kSpan / 32,                      // 16-byte pieces of x that a lane needs a span
     kColumns = 8 * kBlocks,                    // rows of x at once
     kWarpRows = 16 * kTiles / (kGlu ? 2 : 1),  // output features of a warp
     kTileBytes = 16 * kSpanBytes,
-    kSpanPitch = kTiles * kTileBytes,
+    kSpanPitch = kTiles * kTileBytes + 64,  // what a row's lanes copy lies in different banks
     kStageBytes = kPair * kSpanPitch,
     kRingBytes = kStages * kStageBytes,
     kPitch = 16 * kTiles + 4,           // floats between columns: two lanes, two banks
@@ -59,6 +62,7 @@ struct Config {
   };
 
   static_assert(kSpan <= 2 * kGroup, "a span touches at most two groups");
+  static_assert(kLaneGroups >= 1 && kBatch % kPair == 0, "a lane reads whole groups, a batch has whole pairs");
   static_assert(!kGlu || kTiles % 2 == 0, "gate and up come in pairs");
 };
 
@@ -72,7 +76,8 @@ struct Problem {
   u16* out;                       // [rows, n]
   int rows, n, k, has_bias;
   int experts, x_div;
-  int split;  // warps that share the parts of K: 1 or all
+  int split;   // warps that share the parts of K: 1 or all
+  int per_sm, sms;  // dense: blocks that each multiprocessor gets to share the tiles evenly. 0: all blocks are full
 };
 
 // What a block does for one expert (or for the one dense matrix).
@@ -85,7 +90,8 @@ struct Block {
 
   const Problem& p;
   const int expert;
-  const int n0;  // first output feature of the block
+  const int n0;     // first output feature of the block
+  const int tiles;  // of a warp that are in use
   const ptx::Smem smem;
   const int warp, lane;
 
@@ -99,6 +105,9 @@ struct Block {
   DEVICE int weight_row(int t, int i) const {
     return min(n0 + group() * C::kWarpRows + 16 * (C::kGlu ? t / 2 : t) + i, p.n - 1);
   }
+  // Output features of a warp.
+  DEVICE int warp_rows() const { return 16 * tiles / (C::kGlu ? 2 : 1); }
+
   DEVICE static bool is_up(int t) { return C::kGlu && t % 2; }
 
   // The ids of rows begin + 32 j + lane as experts, all loads under way at once; past the end -1.
@@ -146,32 +155,32 @@ struct Block {
     return p.x + static_cast<i64>(C::kRouted ? row / p.x_div : row) * p.k;
   }
 
-  // Two spans of each tile; lane l copies 16 bytes of row l / 2. The halves of a span that touches two groups lie
-  // apart, so that reading a word of every row hits every bank once.
-  DEVICE void copy_weights(const unsigned char* (&from)[C::kTiles], int bytes_left, ptx::Smem stage) const {
-    const int to = C::kGroups == 2 ? lane % 2 * 256 + lane / 2 * 16 : lane * 16;
+  // Two spans of each tile: lane l copies 16 bytes of row l / 4 and of the row 8 below, which is `below` bytes away. The
+  // halves of a span that touches two groups lie apart, so that reading a word of every row hits every bank once.
+  DEVICE void copy_weights(const unsigned char* (&from)[C::kTiles], const u32 (&below)[C::kTiles], bool valid,
+                           ptx::Smem stage) const {
+    const int in_span = C::kGroups == 2 ? lane % 2 * 256 + lane / 4 * 16 : lane / 4 * 32 + lane % 2 * 16;
+    const ptx::Smem to = stage + lane % 4 / 2 * C::kSpanPitch + in_span;
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < kPair; ++i) {
-        ptx::cp_async16(stage + i * C::kSpanPitch + t * C::kTileBytes + to, from[t] + i * kSpanBytes,
-                        bytes_left > i * kSpanBytes);
-      }
+      if (t == tiles) break;
+      ptx::cp_async16(to + t * C::kTileBytes, from[t], valid);
+      ptx::cp_async16(to + t * C::kTileBytes + (C::kGroups == 2 ? 128 : 256), from[t] + below[t], valid);
       from[t] += kPair * kSpanBytes;
     }
   }
 
-  // A lane's x of the span at k: the elements of its words. Columns past the last row repeat one, and places past the
-  // end of K the last: these meet scales of zero.
+  // A lane's x of the span at k: the elements of its words, from where `x` points at k = 0. Columns past the last row
+  // repeat one, and units past the end of K the last: these meet scales of zero.
   DEVICE void load_tokens(const u16* const (&x)[C::kBlocks], int k, Tokens& tokens) const {
-    constexpr int kStep = C::kGroups == 2 ? 32 : 8;
-    const int at = k + lane % 4 * (C::kGroups == 2 ? 8 : 8 * C::kPieces);
-    const int first = min(at, p.k - (C::kGroups == 2 ? 8 : 8 * C::kPieces));
-    const int second = C::kGroups == 2 ? min(at + kStep, p.k - 8) : first + kStep;
+    const u32 first = min(k, p.k - C::kUnit), second = min(k + C::kUnit, p.k - C::kUnit);
 #pragma unroll
     for (int b = 0; b < C::kBlocks; ++b) {
-      tokens[b][0] = ptx::load(reinterpret_cast<const uint4*>(x[b] + first));
-      if constexpr (C::kPieces == 2) tokens[b][1] = ptx::load(reinterpret_cast<const uint4*>(x[b] + second));
+      const auto* from = reinterpret_cast<const uint4*>(x[b] + first);
+      tokens[b][0] = ptx::load(from);
+      if constexpr (C::kPieces == 2) {
+        tokens[b][1] = ptx::load(C::kGroups == 2 ? reinterpret_cast<const uint4*>(x[b] + second) : from + 1);
+      }
     }
   }
 
@@ -196,47 +205,70 @@ struct Block {
   }
 
   DEVICE ptx::Smem scales_of(int t, int group) const {
-    return smem + C::kScaleOffset + warp * C::kScaleBytes + (t * 4 * C::kLaneGroups + group) * kScalePitch;
+    return smem + C::kScaleOffset + warp * C::kScaleBytes + (t * 4 * C::kLaneGroups + group) * C::kScalePitch;
   }
 
-  // Puts a batch of scales and, 16 bits up, biases where all lanes find them; past the end of K zeros. A lane reads
-  // kLaneGroups groups of two rows a tile at once, if that divides a row, as whose alignment is not larger.
-  DEVICE void copy_scales(int span) const {
-    const int groups = p.k / C::kGroup, first = span * C::kSpan / C::kGroup;
-    const i64 expert_offset = static_cast<i64>(expert) * p.n * groups;
-    if (groups % C::kLaneGroups == 0) {
-      const int group = first + lane % 4 * C::kLaneGroups;
-      u32 values[2 * C::kTiles][2][C::kScaleWords] = {};
+  // Scales and biases of a batch, kLaneGroups groups of two rows a tile each.
+  using Scales = u32[2 * C::kTiles][2][C::kScaleWords];
+
+  // Whether a lane reads its groups at once: their number divides a row's, so that its alignment is no larger.
+  DEVICE bool whole_groups() const { return p.k / C::kGroup % C::kLaneGroups == 0; }
+
+  DEVICE i64 first_group(int t, int row) const {
+    return (static_cast<i64>(expert) * p.n + weight_row(t, row)) * (p.k / C::kGroup);
+  }
+
+  // The first half of `store_scales`: what can be on its way early.
+  DEVICE void load_scales(int span, Scales& values) const {
+    const int group = span * C::kSpan / C::kGroup + lane % 4 * C::kLaneGroups;
+    if (!whole_groups()) return;
 #pragma unroll
-      for (int i = 0; i < 2 * C::kTiles; ++i) {
-        const int t = i / 2;
-        const i64 at = expert_offset + weight_row(t, lane / 4 + i % 2 * 8) * groups + group;
-        if (group < groups) {
-          load_groups((is_up(t) ? p.scales_up : p.scales) + at, values[i][0]);
-          load_groups((is_up(t) ? p.biases_up : p.biases) + at, values[i][1]);
-        }
+    for (int i = 0; i < 2 * C::kTiles; ++i) {
+      const int t = i / 2;
+      if (t == tiles) break;
+      const i64 at = first_group(t, lane / 4 + i % 2 * 8) + group;
+      if (group < p.k / C::kGroup) {
+        load_groups((is_up(t) ? p.scales_up : p.scales) + at, values[i][0]);
+        load_groups((is_up(t) ? p.biases_up : p.biases) + at, values[i][1]);
+      } else {
+#pragma unroll
+        for (int w = 0; w < C::kScaleWords; ++w) values[i][0][w] = values[i][1][w] = 0;
       }
-      __syncwarp();  // all have read the batch before
+    }
+  }
+
+  // Puts a batch of scales and biases, these with the offset of the weights taken out, where all lanes find them; past
+  // the end of K zeros.
+  DEVICE void store_scales(int span, const Scales& values) const {
+    __syncwarp();  // all have read the batch before
+    if (whole_groups()) {
 #pragma unroll
       for (int i = 0; i < 2 * C::kTiles; ++i) {
-        const ptx::Smem to = scales_of(i / 2, lane % 4 * C::kLaneGroups) + (lane / 4 + i % 2 * 8) * 4;
+        if (i / 2 == tiles) break;
+        const ptx::Smem to = scales_of(i / 2, lane % 4 * C::kLaneGroups) + (lane / 4 + i % 2 * 8) * 8;
 #pragma unroll
         for (int g = 0; g < C::kLaneGroups; ++g) {
-          const u32 both = ptx::prmt(values[i][0][g / 2], values[i][1][g / 2], g % 2 ? 0x7632 : 0x5410);
-          ptx::sts32(to + g * kScalePitch, both);
+          store_scale(to + g * C::kScalePitch, values[i][0][g / 2] >> (g % 2 * 16), values[i][1][g / 2] >> (g % 2 * 16));
         }
       }
     } else {
-      __syncwarp();
+      const int groups = p.k / C::kGroup, first = span * C::kSpan / C::kGroup;
 #pragma unroll 1
-      for (int i = lane; i < 64 * C::kTiles * C::kLaneGroups; i += 32) {
+      for (int i = lane; i < 64 * tiles * C::kLaneGroups; i += 32) {
         const int row = i % 16, group = i / 16 % (4 * C::kLaneGroups), t = i / (64 * C::kLaneGroups);
-        const i64 at = expert_offset + weight_row(t, row) * groups + min(first + group, groups - 1);
+        const i64 at = first_group(t, row) + min(first + group, groups - 1);
         const u32 scale = ptx::ldg16((is_up(t) ? p.scales_up : p.scales) + at);
         const u32 bias = ptx::ldg16((is_up(t) ? p.biases_up : p.biases) + at);
-        ptx::sts32(scales_of(t, group) + row * 4, first + group < groups ? scale | bias << 16 : 0);
+        const bool inside = first + group < groups;
+        store_scale(scales_of(t, group) + row * 8, inside ? scale : 0, inside ? bias : 0);
       }
     }
+  }
+
+  DEVICE static void store_scale(ptx::Smem to, u32 scale_bits, u32 bias_bits) {
+    const float scale = T::to_float(static_cast<u16>(scale_bits)), bias = T::to_float(static_cast<u16>(bias_bits));
+    const float least = bias - T::template kOffset<C::kBits> * scale;
+    ptx::sts64(to, make_uint2(__float_as_uint(scale), __float_as_uint(least)));
   }
 
   DEVICE static void load_groups(const u16* from, u32 (&to)[C::kScaleWords]) {
@@ -267,6 +299,7 @@ struct Block {
     }
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
+      if (t == tiles) break;
       const ptx::Smem tile = weights + t * C::kTileBytes;
       u32 word[2][2];  // half of the tile's rows, word
 #pragma unroll
@@ -296,15 +329,14 @@ struct Block {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const u32 both = ptx::lds32(scales + (t * 4 * C::kLaneGroups + g) * kScalePitch + half * 32);
-          const float scale = T::to_float(static_cast<u16>(both));
-          const float bias = T::to_float(static_cast<u16>(both >> 16)) - T::template kOffset<C::kBits> * scale;
+          const uint2 both = ptx::lds64(scales + (t * 4 * C::kLaneGroups + g) * C::kScalePitch + half * 64);
+          const float scale = __uint_as_float(both.x), least = __uint_as_float(both.y);
 #pragma unroll
           for (int j = 0; j < C::kBlocks; ++j) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
               float& to = sums[t][j][2 * half + c];
-              to = fmaf(scale, sum[j][2 * half + c], fmaf(bias, total[g][j][c], to));
+              to = fmaf(scale, sum[j][2 * half + c], fmaf(least, total[g][j][c], to));
             }
           }
         }
@@ -320,17 +352,21 @@ struct Block {
     const int end = p.split == 1 ? pairs : min(begin + part, pairs);
 
     const unsigned char* from[C::kTiles];  // this lane's next 16 bytes of each tile
-    const int first_byte = begin * kPair * kSpanBytes + lane % 2 * 16;
+    u32 below[C::kTiles];
+    const int first_byte = begin * kPair * kSpanBytes + lane % 4 * 16;
     int bytes_left = min(end * kPair * kSpanBytes, row_bytes) - first_byte;
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
-      const i64 row = static_cast<i64>(expert) * p.n + weight_row(t, lane / 2);
-      from[t] = (is_up(t) ? p.w_up : p.w) + row * row_bytes + first_byte;
+      const int row = weight_row(t, lane / 4);
+      from[t] = (is_up(t) ? p.w_up : p.w) + (static_cast<i64>(expert) * p.n + row) * row_bytes + first_byte;
+      below[t] = (weight_row(t, lane / 4 + 8) - row) * row_bytes;
     }
+    Scales first_scales;
+    load_scales(begin * kPair, first_scales);
     ptx::Smem read = ring(), write = ring();
     const ptx::Smem end_of_ring = ring() + C::kRingBytes;
     const auto fetch = [&] {
-      copy_weights(from, bytes_left, write);
+      copy_weights(from, below, bytes_left > 0, write);
       bytes_left -= kPair * kSpanBytes;
       ptx::cp_async_commit();
       write = write + C::kStageBytes == end_of_ring ? ring() : write + C::kStageBytes;
@@ -341,36 +377,40 @@ struct Block {
     const u16* x[C::kBlocks];
 #pragma unroll
     for (int b = 0; b < C::kBlocks; ++b) {
-      x[b] = x_of(min(8 * b + lane / 4, count - 1));
+      x[b] = x_of(min(8 * b + lane / 4, count - 1)) + lane % 4 * (C::kUnit / 4);
     }
-    Tokens tokens;
-    load_tokens(x, begin * kPair * C::kSpan, tokens);
+    Tokens tokens[C::kAhead];
+#pragma unroll
+    for (int i = 0; i < C::kAhead; ++i) load_tokens(x, (begin * kPair + i) * C::kSpan, tokens[i]);
 
     Sums sums = {};
-    int in_part = part, in_batch = 0;
-    ptx::Smem scales = 0;
+    store_scales(begin * kPair, first_scales);
+    int in_part = part, in_batch = C::kBatch;
+    ptx::Smem scales = scales_of(0, 0) + lane / 4 * 8;
 #pragma unroll 1
     for (int pair = begin; pair < end; ++pair) {
-      if (in_batch == 0) {  // while the pair is on its way
-        copy_scales(pair * kPair);
-        scales = scales_of(0, 0) + lane / 4 * 4, in_batch = kBatch;
+      if (in_batch == 0) {
+        Scales values;
+        load_scales(pair * kPair, values);
+        store_scales(pair * kPair, values);
+        scales = scales_of(0, 0) + lane / 4 * 8, in_batch = C::kBatch;
       }
       ptx::cp_async_wait<C::kStages - 2>();
       __syncwarp();  // the pair has landed for all lanes, and all have read the one whose place is filled now
       fetch();
-#pragma unroll 1
+#pragma unroll
       for (int i = 0; i < kPair; ++i) {
         Fragments b;
-        pair_up(tokens, b);
-        load_tokens(x, (pair * kPair + i + 1) * C::kSpan, tokens);
+        pair_up(tokens[i % C::kAhead], b);
+        load_tokens(x, (pair * kPair + i + C::kAhead) * C::kSpan, tokens[i % C::kAhead]);
         const int groups = i * C::kSpan / C::kGroup;  // two spans or more of a group: see below
-        multiply(b, read + i * C::kSpanPitch + lane * (C::kGroups == 2 ? 4 : 8), scales + groups * kScalePitch, sums);
+        multiply(b, read + i * C::kSpanPitch + lane * (C::kGroups == 2 ? 4 : 8), scales + groups * C::kScalePitch, sums);
       }
       in_batch -= kPair;
       if constexpr (kPair * C::kSpan >= C::kGroup) {
-        scales += kPair * C::kSpan / C::kGroup * kScalePitch;
+        scales += kPair * C::kSpan / C::kGroup * C::kScalePitch;
       } else if (in_batch % (C::kGroup / C::kSpan) == 0) {
-        scales += kScalePitch;
+        scales += C::kScalePitch;
       }
       read = read + C::kStageBytes == end_of_ring ? ring() : read + C::kStageBytes;
       if (--in_part == 0 || pair + 1 == end) {
@@ -416,7 +456,7 @@ struct Block {
       const int group = i / kPairs & (groups - 1), column = p.split == 1 ? i / (kPairs * kWarps) : i / kPairs;
       const int own = i % kPairs * 2, row = C::kGlu ? own / 16 * 32 + own % 16 : own;
       const int feature = group * C::kWarpRows + own;
-      if (n0 + feature >= p.n) continue;
+      if (own >= warp_rows() || n0 + feature >= p.n) continue;
       float pair[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -464,7 +504,7 @@ struct Block {
 
   // For an x that begins at no multiple of 16 bytes, as a slice of an array may.
   DEVICE void run_slowly(int count) const {
-    const int features = C::kWarpRows * (p.split == 1 ? kWarps : 1);
+    const int features = warp_rows() * (p.split == 1 ? kWarps : 1);
 #pragma unroll 1
     for (int i = threadIdx.x; i < count * features; i += kThreads) {
       const int column = i / features, feature = i % features;
@@ -498,16 +538,22 @@ struct Block {
 
 template <class C>
 DEVICE void decode(const Problem& p, const void* shared) {
-  const int rows = C::kWarpRows * (p.split == 1 ? kWarps : 1), n_blocks = (p.n + rows - 1) / rows,
-            slot = blockIdx.x / n_blocks;
-  int expert = 0, ids[kIds] = {};
+  const int rows = C::kWarpRows * (p.split == 1 ? kWarps : 1), n_blocks = (p.n + rows - 1) / rows;
+  const int slot = blockIdx.x / n_blocks;
+  int expert = 0, n0 = static_cast<int>(blockIdx.x % n_blocks) * rows, tiles = C::kTiles, ids[kIds] = {};
   if constexpr (C::kRouted) {
     Block<C>::load_ids(p, 0, ids);
     expert = p.rows <= p.experts ? Block<C>::clamped(p, ptx::load(p.ids + slot)) : slot;
+  } else if (p.per_sm) {  // blocks that lie an SM count apart share an SM: they are neighbours, so that SMs are even
+    const u32 all = (p.n + 15) / 16, units = p.per_sm * p.sms;
+    const u32 unit = blockIdx.x % p.sms * p.per_sm + blockIdx.x / p.sms, first = unit * all / units;
+    n0 = static_cast<int>(16 * first), tiles = static_cast<int>((unit + 1) * all / units - first);
+    if (tiles == 0) return;
   }
   const Block<C> block{p,
                        expert,
-                       static_cast<int>(blockIdx.x % n_blocks) * rows,
+                       n0,
+                       tiles,
                        ptx::smem_address(shared),
                        static_cast<int>(threadIdx.x) / 32,
                        static_cast<int>(threadIdx.x) % 32};
@@ -536,10 +582,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MOE_BLOCKS_PER_SM)
 #if MOE_ROUTED
               const int* ids,
 #endif
-              u16* out, int rows, int n, int k, int has_bias, int split
+              u16* out, int rows, int n, int k, int has_bias, int split,
 #if MOE_ROUTED
-              ,
               int experts, int x_div
+#else
+              int per_sm, int sms
 #endif
     ) {
   Problem p{};
@@ -550,6 +597,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MOE_BLOCKS_PER_SM)
 #endif
 #if MOE_ROUTED
   p.ids = ids, p.experts = experts, p.x_div = x_div;
+#else
+  p.per_sm = per_sm, p.sms = sms;
 #endif
   extern __shared__ __align__(256) unsigned char shared[];
   decode<Variant>(p, shared);

@@ -1,11 +1,13 @@
 """The CUDA device that MLX runs on. Reads it from MLX: no CUDA context is made here."""
 
+import logging
 from functools import cache
 
 import mlx.core as mx
 
 from .problem import Device
 
+log = logging.getLogger(__name__)
 OLDEST = (8, 0)  # cp.async, bf16 mma.sync
 
 
@@ -22,3 +24,17 @@ def current() -> Device | None:
 def on_gpu() -> bool:
     """Whether an operation made now runs on the GPU."""
     return mx.default_device() == mx.gpu
+
+
+@cache
+def multiprocessors() -> int:
+    """How many multiprocessors MLX's CUDA device has; 0 if there is none, or CuPy cannot say."""
+    if current() is None:
+        return 0
+    try:
+        from cupy.cuda import runtime
+
+        return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, 0))
+    except Exception as error:
+        log.debug("the number of multiprocessors is unknown: %s", error)
+        return 0

@@ -21,6 +21,8 @@ DENSE_ROWS = max(DENSE_STRIPS)
 # The warps of a decode block share K where there are few blocks, or where K is long. Measured on an H200.
 ENOUGH_WARPS, SHORT_ROW = 700, 1024
 
+# Blocks of a dense matrix that an SM gets at least, if there are tiles enough: latency is all that there is to hide.
+LEAST_BLOCKS = 4
 
 # Multiply-adds of one projection below which MLX's own kernels, which read weights once a row, are done before
 # ours have been launched: a launch of ours costs MLX's thread three times what one of its own does, because the
@@ -37,11 +39,14 @@ def few_rows(n: int, k: int) -> int:
 @dataclass(frozen=True)
 class Choice:
     """A tile of the prefill kernel or a strip of the decode kernel, how many of whose warps share the parts of K; and
-    why."""
+    why. `per_sm`: blocks for each of `sms` multiprocessors, which share a dense matrix evenly; 0: as many blocks as
+    the matrix fills."""
 
     shape: Tile | Strip
     split: int
     why: str
+    per_sm: int = 0
+    sms: int = 0
 
 
 def split(features: int, k: int, bits: int, slots: int, tiles: int) -> int:
@@ -90,8 +95,13 @@ def is_few(rows: int, projection: Projection) -> bool:
 
 
 @cache
-def choose_dense(rows: int, projection: Projection) -> Choice:
-    """The strip for `rows` rows, at most DENSE_ROWS, of one dense `projection`."""
+def choose_dense(rows: int, projection: Projection, sms: int = 0) -> Choice:
+    """The strip for `rows` rows, at most DENSE_ROWS, of one dense `projection` on a GPU of `sms` multiprocessors."""
     strip = next(s for columns, s in DENSE_STRIPS.items() if rows <= columns)
     p = projection
-    return Choice(strip, split(p.n, p.k, p.quantization.bits, 1, strip.tiles), f"{rows} rows")
+    shared = split(p.n, p.k, p.quantization.bits, 1, strip.tiles)
+    if shared == 1 or not sms:
+        return Choice(strip, shared, f"{rows} rows")
+    tiles = -(-p.n // 16)
+    per_sm = max(-(-tiles // (sms * strip.tiles)), min(LEAST_BLOCKS, -(-tiles // sms)))
+    return Choice(strip, shared, f"{rows} rows", per_sm, sms)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from . import variants
+from . import device, variants
 from .dispatch import Choice, choose, choose_dense, slots
 from .launch import launch
 from .problem import Projection
@@ -173,11 +173,12 @@ def _words(ids: mx.array) -> mx.array:
 def few_dense(p: Projection, x: mx.array, choice: Choice | None = None) -> Launch:
     """One matrix for at most 32 rows: inputs x [..., K], arrays of the weights -> [..., N]."""
     rows = x.size // x.shape[-1]
-    choice = choice or choose_dense(rows, p)
+    choice = choice or choose_dense(rows, p, device.multiprocessors())
     assert isinstance(choice.shape, Strip)
     variant = variants.dense(p, choice.shape)
-    scalars = rows, p.n, p.k, int(p.has_bias), choice.split
-    return Launch(variant, (((*x.shape[:-1], p.n), x.dtype),), scalars, -(-p.n // variant.features(choice.split)))
+    scalars = rows, p.n, p.k, int(p.has_bias), choice.split, choice.per_sm, choice.sms
+    blocks = choice.per_sm * choice.sms or -(-p.n // variant.features(choice.split))
+    return Launch(variant, (((*x.shape[:-1], p.n), x.dtype),), scalars, blocks)
 
 
 def dense_qmm(x: mx.array, weights: Weights, choice: Choice | None = None) -> mx.array:

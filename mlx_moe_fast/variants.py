@@ -15,7 +15,7 @@ TILE_N = 128  # weight rows of a prefill block; GLU: half of them gate, half up
 K_BLOCK_BYTES = 64  # of a weight row: one pipeline stage, and the block in which K is permuted
 ROUTE_THREADS = 512
 WARPS = 4  # of a decode block, and parts of K
-SPAN_BYTES, SCALE_PITCH = 32, 72  # kernels/decode.cu
+SPAN_BYTES = 32  # of a weight row, kernels/decode.cu
 
 
 def k_block(bits: int) -> int:
@@ -112,8 +112,8 @@ class Strip:
     blocks_per_sm: int
 
 
-DENSE_STRIPS = {s.columns: s for s in (Strip(8, 2, 2, 5), Strip(16, 2, 3, 4), Strip(32, 2, 3, 2))}
-EXPERT_STRIP = Strip(8, 2, 2, 4)
+DENSE_STRIPS = {s.columns: s for s in (Strip(8, 2, 2, 4), Strip(16, 2, 2, 4), Strip(32, 4, 2, 2))}
+EXPERT_STRIP = Strip(8, 2, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,10 @@ class Decode:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the kernel asserts the same number."""
         s, q = self.strip, self.quantization
-        ring = s.stages * s.tiles * 2 * 16 * SPAN_BYTES
-        scales = s.tiles * 16 * (SPAN_BYTES * 8 // q.bits) // q.group_size * SCALE_PITCH
+        ring = s.stages * 2 * (s.tiles * 16 * SPAN_BYTES + 64)
+        span = SPAN_BYTES * 8 // q.bits
+        lane_groups = min(16, 32 * q.group_size // span // s.tiles) * span // q.group_size // 4
+        scales = s.tiles * 4 * lane_groups * (128 + (32 // lane_groups if lane_groups < 4 else 8))
         sums = s.columns * (16 * s.tiles + 4) * 4
         return WARPS * (ring + scales + sums + (0 if self.kind == "dense" else s.columns * 4))
 

@@ -17,10 +17,13 @@ Shape = Tile | Choice | None
 
 
 def shapes_of(variant: Prefill | Decode) -> list[Tile | Choice]:
-    """How a variant is asked for: a decode kernel's warps share K, or do not."""
+    """How a variant is asked for: a decode kernel's warps share K, or do not, or blocks share a matrix evenly."""
     if isinstance(variant, Prefill):
         return [variant.tile]
-    return [Choice(variant.strip, split, "forced") for split in (1, WARPS)]
+    shapes = [Choice(variant.strip, split, "forced") for split in (1, WARPS)]
+    # Nine tiles of 16, the most that a matrix here has, over two multiprocessors.
+    even = Choice(variant.strip, WARPS, "forced", per_sm=-(-9 // (2 * variant.strip.tiles)), sms=2)
+    return [*shapes, even] if variant.kind == "dense" else shapes
 
 
 def multiply(variant: Prefill | Decode, shape: Tile | Choice, x: mx.array, ids: mx.array, w: ops.Weights) -> mx.array:
