@@ -4,7 +4,8 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,30 @@ def _load(variant: Variant) -> Loaded:
     return _loaded.setdefault(variant.id, Loaded(kernel.name, kernel.cubin, kernel.threads, kernel.shared_bytes))
 
 
+def bind(
+    variant: Variant,
+    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+    scalars: Sequence[int],
+    blocks: int,
+    contiguous: bool = False,
+) -> Callable[..., list[mx.array]]:
+    """`launch` as a function of `inputs`, a keyword argument: for calls that come again and again."""
+    name, code, threads, shared_bytes = _loaded.get(variant.id) or _load(variant)
+    return partial(
+        mx.fast.precompiled_cuda_kernel,
+        name=name,
+        compiled_source=code,
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
+        scalars=scalars,
+        grid=(blocks * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        shared_memory=shared_bytes,
+        init_value=poison,
+        ensure_row_contiguous=contiguous,
+    )
+
+
 def launch(
     variant: Variant,
     inputs: Sequence[mx.array],
@@ -54,20 +79,7 @@ def launch(
         scalars: 32-bit integers.
         contiguous: copy inputs that are not row-contiguous; else they must be.
     """
-    name, code, threads, shared_bytes = _loaded.get(variant.id) or _load(variant)
-    return mx.fast.precompiled_cuda_kernel(
-        name=name,
-        compiled_source=code,
-        inputs=inputs,
-        output_shapes=[shape for shape, _ in outputs],
-        output_dtypes=[dtype for _, dtype in outputs],
-        scalars=scalars,
-        grid=(blocks * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        shared_memory=shared_bytes,
-        init_value=poison,
-        ensure_row_contiguous=contiguous,
-    )
+    return bind(variant, outputs, scalars, blocks, contiguous)(inputs=inputs)
 
 
 # MLX copies and hashes the machine code at every launch, 0.4 us a KB, to look its module up. But it names a module

@@ -52,7 +52,7 @@ def attempt(
     biases = [layer["bias"] for layer in biased]
     try:
         # A custom function costs more than a launch.
-        return differentiable(fast, stock, x, biased, biases) if traced(x, *biases) else fast(x)
+        return differentiable(fast, stock, x, biased, biases) if traced((x, *biases)) else fast(x)
     except KernelBuildError as error:
         warn_once(f"{Reason.BUILD.value}: {error}")
         return stock(x)
@@ -122,7 +122,7 @@ class FastExperts(nn.Module):
             return self.original.__call__(self, x, indices)
         key = x.shape, x.dtype, indices.shape, indices.dtype, type(self.activation), envs.TILE.get()
         layers = [self[name] for name in self.parts]
-        out = again(self, key, layers, x, indices)
+        out = again(self, key, layers, (x, indices))
         if out is not None:
             return out
         indices = mx.stop_gradient(indices)
@@ -148,7 +148,7 @@ class FastExperts(nn.Module):
         return attempt(lambda x: in_chunks(fast, x, indices, MAX_ROWS), lambda x: stock(x, indices), x, layers)
 
     def launches(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> Callable[..., mx.array] | None:
-        """`experts` for these shapes and few rows, as a function of x, ids and the arrays of `parts`."""
+        """`experts` for these shapes and few rows, as a function of (x, ids) and the arrays of each of `parts`."""
         return None
 
     def experts(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> mx.array:
@@ -165,7 +165,7 @@ class FastSwitchGLU(FastExperts, SwitchGLU):
 
     def launches(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> Callable[..., mx.array] | None:
         up, gate, down = plan
-        return ops.few_glu(gate, down, x, ids) if fuses(gate, up, self.activation) else None
+        return ops.bind_glu(gate, down, x, ids) if fuses(gate, up, self.activation) else None
 
     def experts(self, x: mx.array, ids: mx.array, plan: list[Projection]) -> mx.array:
         up, gate, down = (weights(self[name], p) for name, p in zip(self.parts, plan, strict=True))
@@ -246,7 +246,7 @@ class FastDense(nn.Module):
     def multiply(self, x: mx.array, stock: Callable[[mx.array], mx.array]) -> mx.array:
         """x [..., K] -> [..., N]."""
         key = x.shape, x.dtype
-        out = again(self, key, (self,), x)
+        out = again(self, key, (self,), (x,))
         if out is not None:
             return out
         plan = self.check(x)
@@ -255,7 +255,7 @@ class FastDense(nn.Module):
 
         def fast(x: mx.array) -> mx.array:
             out = ops.dense_qmm(x, weights(self, plan))
-            remember(self, key, (self,), ops.few_dense(plan, x))
+            remember(self, key, (self,), ops.bind_dense(plan, x))
             return out
 
         return attempt(fast, stock, x, [self])

@@ -13,13 +13,16 @@ import numpy as np
 
 from . import device, variants
 from .dispatch import Choice, choose, choose_dense, slots
-from .launch import launch
+from .launch import bind, launch
 from .problem import Projection
 from .variants import Decode, Strip, Tile
 
 ALIGNMENT = 16  # bytes: what one asynchronous copy moves
 WORDS = (mx.uint32, mx.int32)
 PERMUTE_CHUNK = 8  # elements that a thread of the route kernel permutes
+
+
+Arrays = tuple[mx.array, mx.array, mx.array, mx.array]
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Weights:
     bias: mx.array | None = None
 
     @property
-    def arrays(self) -> tuple[mx.array, ...]:
+    def arrays(self) -> Arrays:
         """In the kernels' order; scales stand in for a bias that is never read."""
         return self.weight, self.scales, self.biases, self.scales if self.bias is None else self.bias
 
@@ -132,6 +135,10 @@ class Launch:
     def __call__(self, *inputs: mx.array) -> mx.array:
         return launch(self.variant, inputs, self.outputs, self.scalars, blocks=self.blocks, contiguous=True)[0]
 
+    def bind(self) -> Callable[..., list[mx.array]]:
+        """The same as a function of `inputs`, a keyword argument."""
+        return bind(self.variant, self.outputs, self.scalars, self.blocks, contiguous=True)
+
 
 def _few(p: Projection, glu: bool, x_rows: int, ids: mx.array, dtype: mx.Dtype, choice: Choice) -> Launch:
     """One product, or gate and up with SwiGLU: inputs x, arrays of the weights, ids -> [*ids.shape, N]. x [x_rows, K],
@@ -151,18 +158,25 @@ def _decode(x: mx.array, ids: mx.array, choice: Choice, *weights: Weights) -> mx
     return run(x, *(a for w in weights for a in w.arrays), ids)
 
 
-def few_glu(gate: Projection, down: Projection, x: mx.array, ids: mx.array) -> Callable[..., mx.array] | None:
-    """`moe_glu` for few rows of shapes like these, as a function of x, ids and the arrays of up, gate and down; None
+def bind_glu(gate: Projection, down: Projection, x: mx.array, ids: mx.array) -> Callable[..., mx.array] | None:
+    """`moe_glu` for few rows of shapes like these, as a function of (x, ids) and the arrays of up, gate and down; None
     if ids have to be converted."""
     if ids.dtype not in WORDS:
         return None
-    first = _few(gate, True, x.size // gate.k, ids, x.dtype, choose(ids.size, gate, glu=True))
-    last = _few(down, False, ids.size, ids, x.dtype, choose(ids.size, down))
+    first = _few(gate, True, x.size // gate.k, ids, x.dtype, choose(ids.size, gate, glu=True)).bind()
+    last = _few(down, False, ids.size, ids, x.dtype, choose(ids.size, down)).bind()
 
-    def run(x: mx.array, ids: mx.array, *arrays: mx.array) -> mx.array:
-        return last(first(x, *arrays[4:8], *arrays[:4], ids), *arrays[8:], ids)
+    def run(inputs: tuple[mx.array, ...], up: Arrays, gate: Arrays, down: Arrays) -> mx.array:
+        x, ids = inputs
+        return last(inputs=(*first(inputs=(x, *gate, *up, ids)), *down, ids))[0]
 
     return run
+
+
+def bind_dense(p: Projection, x: mx.array) -> Callable[..., mx.array]:
+    """`dense_qmm` for an x like this, as a function of (x,) and the weights' arrays."""
+    run = _dense(p, x).bind()
+    return lambda inputs, arrays: run(inputs=inputs + arrays)[0]
 
 
 def _words(ids: mx.array) -> mx.array:
@@ -170,7 +184,7 @@ def _words(ids: mx.array) -> mx.array:
     return ids if ids.dtype in WORDS else ids.astype(mx.int32)
 
 
-def few_dense(p: Projection, x: mx.array, choice: Choice | None = None) -> Launch:
+def _dense(p: Projection, x: mx.array, choice: Choice | None = None) -> Launch:
     """One matrix for at most 32 rows: inputs x [..., K], arrays of the weights -> [..., N]."""
     rows = x.size // x.shape[-1]
     choice = choice or choose_dense(rows, p, device.multiprocessors())
@@ -183,7 +197,7 @@ def few_dense(p: Projection, x: mx.array, choice: Choice | None = None) -> Launc
 
 def dense_qmm(x: mx.array, weights: Weights, choice: Choice | None = None) -> mx.array:
     """x [..., K], at most 32 rows, and weights of one matrix -> [..., N]: W x^T + bias."""
-    return few_dense(weights.projection, x, choice)(x, *weights.arrays)
+    return _dense(weights.projection, x, choice)(x, *weights.arrays)
 
 
 def _given(shape: Tile | Choice | None, rows: int, weights: Weights, glu: bool = False) -> Choice:
@@ -266,9 +280,9 @@ def variants_of(projections: list[Projection], glu: bool) -> list[variants.Varia
 __all__ = [
     "Routing",
     "Weights",
+    "bind_dense",
+    "bind_glu",
     "dense_qmm",
-    "few_dense",
-    "few_glu",
     "grouped_qmm",
     "moe_glu",
     "moe_mlp",

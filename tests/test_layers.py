@@ -73,6 +73,11 @@ def dense_product(x, weights):
     return out if weights.bias is None else out + array(weights.bias)
 
 
+def held(projection, arrays):
+    """Weights of a projection from arrays in the kernels' order."""
+    return ops.Weights(projection, *arrays[:3], arrays[3] if projection.has_bias else None)
+
+
 class Kernels:
     """`ops` in NumPy; `calls` has the name and the number of rows of each call."""
 
@@ -97,20 +102,12 @@ class Kernels:
         self.calls.append(("dense_qmm", rows))
         return mx.array(dense_product(x, weights)).astype(x.dtype)
 
-    def few_dense(self, projection, x, choice=None):
-        def run(x, *arrays):
-            bias = arrays[3] if projection.has_bias else None
-            return self.dense_qmm(x, ops.Weights(projection, *arrays[:3], bias))
+    def bind_dense(self, projection, x):
+        return lambda inputs, arrays: self.dense_qmm(*inputs, held(projection, arrays))
 
-        return run
-
-    def few_glu(self, gate, down, x, ids):
-        def weights(projection, arrays):
-            return ops.Weights(projection, *arrays[:3], arrays[3] if projection.has_bias else None)
-
-        def run(x, ids, *arrays):
-            up_part, gate_part, down_part = (arrays[i : i + 4] for i in (0, 4, 8))
-            return self.moe_glu(x, ids, weights(gate, gate_part), weights(gate, up_part), weights(down, down_part))
+    def bind_glu(self, gate, down, x, ids):
+        def run(inputs, up_part, gate_part, down_part):
+            return self.moe_glu(*inputs, held(gate, gate_part), held(gate, up_part), held(down, down_part))
 
         return run
 
@@ -134,7 +131,7 @@ class Kernels:
 def kernels(monkeypatch):
     """Stand-ins for the kernels, and a CPU that counts as a GPU."""
     found = Kernels()
-    for name in ("grouped_qmm", "moe_glu", "moe_mlp", "dense_qmm", "few_dense", "few_glu"):
+    for name in ("grouped_qmm", "moe_glu", "moe_mlp", "dense_qmm", "bind_dense", "bind_glu"):
         monkeypatch.setattr(ops, name, getattr(found, name))
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(ops, "own_their_buffers", eligibility.contiguous_on_host)
@@ -621,6 +618,7 @@ def launches(monkeypatch):
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
     monkeypatch.setattr(ops, "launch", launch)
+    monkeypatch.setattr(ops, "bind", lambda variant, *rest, **kw: lambda inputs: launch(variant, inputs, *rest, **kw))
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(ops, "own_their_buffers", eligibility.contiguous_on_host)
     monkeypatch.delenv(envs.TILE.name, raising=False)
