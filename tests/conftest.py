@@ -13,6 +13,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # What is not about the GPU says the same on every machine.
     if config.option.markexpr == "not gpu":
         mx.set_default_device(mx.cpu)
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads spin on the cores that the emulator wants
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

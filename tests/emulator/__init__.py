@@ -6,13 +6,13 @@ are one process each, over buffers of exactly the arrays' sizes, filled with 0xF
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,6 @@ import numpy as np
 from mlx_moe_fast import jit
 from mlx_moe_fast.variants import Variant
 
-HERE = Path(__file__).parent
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 OPTIONS = ["-std=c++20", "-Wall", "-Werror"]
 OPTIONS += ["-Wno-unknown-pragmas", "-Wno-attributes", "-Wno-deprecated-enum-enum-conversion"]
@@ -59,79 +58,44 @@ class Emulator:
     ) -> list[mx.array]:
         """As mlx_moe_fast.launch.launch, at once. Raises Fault."""
         program = build(variant, self.sources, self.sanitize, debug=self.keep is not None)
-        arrays = [_raw(a) for a in inputs]
-        specs = [(shape, _HOST[dtype]) for shape, dtype in outputs]
-        sizes = [int(np.prod(shape)) * np.dtype(host).itemsize for shape, host in specs]
-        lines = [f"{variant.id} {blocks} {variant.threads} {variant.shared_bytes} {self.seed} {int(self.late)}"]
-        lines += [f"in {arrays[0].nbytes + self.skip}", f"skip {self.skip}"]
-        lines += [f"in {a.nbytes}" for a in arrays[1:]] + [f"out {size}" for size in sizes]
-        lines += [f"int {value}" for value in scalars] + ["data", ""]
-        with self._folder(variant, program) as folder:
-            problem, result = Path(folder, "problem"), Path(folder, "result")
-            problem.write_bytes("\n".join(lines).encode() + bytes(self.skip) + b"".join(a.tobytes() for a in arrays))
+        data = [np.array(a.flatten().view(mx.uint8)).tobytes() for a in inputs]
+        data[0] = bytes(self.skip) + data[0]
+        sizes = [math.prod(shape) * dtype.size for shape, dtype in outputs]
+        setting = [blocks, variant.threads, variant.shared_bytes, self.seed, int(self.late), self.skip]
+        lines = [f"{variant.id} {' '.join(map(str, setting))}", *(f"in {len(d)}" for d in data)]
+        lines += [*(f"out {size}" for size in sizes), *(f"int {value}" for value in scalars), "data", ""]
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = self.keep / f"{len(self.counters)}-{variant.id}" if self.keep else Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            problem, result = folder / "problem", folder / "result"
+            problem.write_bytes(b"".join(["\n".join(lines).encode(), *data]))
+            if self.keep:
+                program = shutil.copy(program, folder / "program")
+                print(f"gdb -d tests/emulator -d kernels --args {program} {problem} {result}")
             run = subprocess.run([program, problem, result], capture_output=True, text=True)
             if run.returncode:
                 raise Fault(f"{run.stderr.strip()[:4000]}\n(exit status {run.returncode})")
-            data = result.read_bytes()
+            made = np.split(np.fromfile(result, np.uint8), np.cumsum(sizes[:-1]))
         self.counters.append((variant.id, json.loads(run.stdout)))
-        found, at = [], 0
-        for (shape, host), (_, dtype), size in zip(specs, outputs, sizes, strict=True):
-            array = mx.array(np.frombuffer(data[at : at + size], host).reshape(shape))
-            found.append(array.view(dtype) if array.dtype != dtype else array)
-            at += size
-        return found
-
-    def _folder(self, variant: Variant, program: Path) -> AbstractContextManager[str | Path]:
-        """Where a launch puts its files."""
-        if self.keep is None:
-            return tempfile.TemporaryDirectory()
-        own = self.keep / f"{len(self.counters)}-{variant.id}"
-        own.mkdir(parents=True, exist_ok=True)
-        shutil.copy(program, own / "program")
-        print(f"gdb -d tests/emulator -d kernels --args {own}/program {own}/problem {own}/result")
-        return nullcontext(own)
-
-
-_HOST = {
-    mx.bfloat16: np.uint16,
-    mx.float16: np.uint16,
-    mx.int32: np.int32,
-    mx.uint32: np.uint32,
-    mx.uint64: np.uint64,
-    mx.float32: np.float32,
-}
-
-
-def _raw(array: mx.array) -> np.ndarray:
-    """An array's memory, 16-bit floats as integers."""
-    host = _HOST[array.dtype]
-    return np.ascontiguousarray(np.array(array.view(mx.uint16) if host is np.uint16 else array))
-
-
-def folder() -> Path:
-    """Where programs are kept between runs."""
-    base = os.environ.get("MLX_MOE_FAST_EMULATOR_DIR") or Path(tempfile.gettempdir()) / f"moe-emulator-{os.getuid()}"
-    return Path(base)
+        return [mx.array(m).view(dtype).reshape(shape) for m, (shape, dtype) in zip(made, outputs, strict=True)]
 
 
 def build(variant: Variant, sources: dict[str, str], sanitize: bool, debug: bool = False) -> Path:
     """The program of a variant, made of its source and the machine; only what has changed is compiled."""
-    own = {name: (HERE / name).read_text() for name in ("cuda.h", "ptx.cuh", "ptx_sm90.cuh", "machine.cpp")}
+    own = {p.name: p.read_text() for p in sorted(Path(__file__).parent.iterdir()) if p.suffix in (".cpp", ".h", ".cuh")}
+    # The machine itself is not watched: its bookkeeping would take most of the time.
+    machine = _compile("machine", own, ["-c", *OPTIONS, "-O3", "-g", "machine.cpp"])
     options = OPTIONS + (["-O0", "-g"] if debug else ["-O1", "-g1"]) + (SANITIZERS if sanitize else [])
-    # The machine itself is not watched, only told about: its bookkeeping would take most of the time.
-    machine = _compile(
-        "machine", own, ["-c", *OPTIONS, "-O2", "-g1", f"-DEMU_ADDRESS_SANITIZER={int(sanitize)}", "machine.cpp"]
-    )
-    files = {**sources, **own}  # this folder's wrappers take the place of the kernels'
     defines = [f"-D{name}={value}" for name, value in variant.defines.items()]
     link = ["-x", "c++", variant.source, "-x", "none", str(machine), f"-Wl,--defsym=emu_entry={variant.id}"]
-    return _compile(variant.id, files, [*options, *defines, *link])
+    # This folder's wrappers take the place of the kernels'.
+    return _compile(variant.id, {**sources, **own}, [*options, *defines, *link])
 
 
 def _compile(name: str, files: dict[str, str], arguments: list[str]) -> Path:
-    """What g++ makes of `files` with `arguments`; kept, under a name that depends on both."""
+    """What g++ makes of `files` with `arguments`; kept between runs, under a name that depends on both."""
     key = hashlib.sha256(json.dumps([files, arguments], sort_keys=True).encode()).hexdigest()[:16]
-    made = folder() / f"{name}-{key}"
+    made = Path(tempfile.gettempdir(), f"moe-emulator-{os.getuid()}", f"{name}-{key}")
     if not made.exists():
         made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as temporary:
@@ -148,6 +112,3 @@ def build_all(wanted: Iterable[Variant], sources: dict[str, str], sanitize: bool
     """Builds programs side by side."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda variant: build(variant, sources, sanitize), wanted))
-
-
-__all__ = ["Emulator", "Fault", "build", "build_all", "folder"]

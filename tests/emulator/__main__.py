@@ -21,9 +21,9 @@ def ratios(c: dict[str, int], case: Case, glu: bool) -> list[tuple[int, float]]:
     rows = Counter(i for i in array(case.arrays()[1]).flatten().tolist() if 0 <= i < case.experts)
     matrix = case.features * case.hidden * (2 if glu else 1)
     mma = sum(-(-r // 8) * 8 for r in rows.values()) * matrix / (16 * 8 * 16)
-    least = (mma, len(rows) * matrix, c["shared_least"], c["global_least"])
-    counts = (c["mma"], c["fma2"], c["shared_wavefronts"], c["global_sectors"])  # two fma2 make two weights
-    return [(count, count / floor) for count, floor in zip(counts, least, strict=True)]
+    least = {"mma": mma, "fma2": len(rows) * matrix}  # two fma2 make two weights
+    least |= {"shared_wavefronts": c["shared_least"], "global_sectors": c["global_least"]}
+    return [(c[name], c[name] / floor) for name, floor in least.items()]
 
 
 def main() -> int:
@@ -39,23 +39,21 @@ def main() -> int:
     if len(found) != 1:
         parser.error(f"{args.variant!r} ends the ids of {len(found)} variants: see mlx_moe_fast/variants.py")
     (variant,) = found
-    cases = list(enumerate(around(variant.tile.m, variant.quantization, variant.dtype)))
     mx.set_default_device(mx.cpu)
     runner, failed = Emulator(args.seed, not args.eager, args.sanitize, keep=args.keep), False
     ops.launch = runner.launch
     print(f"{'count, over the least':58}{'MMAs':>16}{'weights':>16}{'wavefronts':>16}{'sectors':>16}")
-    for i, case in cases if args.case is None else cases[args.case :][:1]:
-        runner.counters.clear()
+    for i, case in enumerate(around(variant.tile.m, variant.quantization, variant.dtype)):
+        if args.case not in (None, i):
+            continue
         try:
             run(case, variant.glu, variant.tile)
+            counted = ratios(dict(runner.counters)[variant.id], case, variant.glu)
+            print(f"{f'{i} {case}':55} ok" + "".join(f"{count:>10} x{ratio:<4.2f}" for count, ratio in counted))
         except AssertionError as error:
             failed = True
             print(f"{i} {case}: {error}")
-        else:
-            counted = ratios(dict(runner.counters)[variant.id], case, variant.glu)
-            print(f"{f'{i} {case}':55} ok" + "".join(f"{count:>10} x{ratio:<4.2f}" for count, ratio in counted))
     return int(failed)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())
