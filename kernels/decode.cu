@@ -18,7 +18,7 @@
 
 enum : int { kWarps = 4, kThreads = 32 * kWarps, kParts = kWarps };
 enum : int {
-  kSpanBytes = 32,       // of a weight row: what is multiplied at once
+  kSpanBytes = 32,  // of a weight row: what is multiplied at once
   kIds = 8,         // that a lane has under way
   kPair = 2,        // spans of a stage of the ring
 };
@@ -44,10 +44,10 @@ struct Config {
     kLaneGroups = kBatch * kSpan / kGroup / 4,  // whose scales a lane reads, a batch
     kScaleWords = (kLaneGroups + 1) / 2,
     kScalePitch = 128 + (kLaneGroups < 4 ? 32 / kLaneGroups : 8),  // bytes of a group's 16 rows: quads write apart
-    kAhead = kBlocks > 2 ? 1 : 2,              // spans that x is loaded ahead
-    kPieces = kSpan / 32,                      // 16-byte pieces of x that a lane needs a span
-    kColumns = 8 * kBlocks,                    // rows of x at once
-    kWarpRows = 16 * kTiles / (kGlu ? 2 : 1),  // output features of a warp
+    kAhead = kBlocks > 1 ? 1 : 2,                                  // spans that x is loaded ahead
+    kPieces = kSpan / 32,                                          // 16-byte pieces of x that a lane needs a span
+    kColumns = 8 * kBlocks,                                        // rows of x at once
+    kWarpRows = 16 * kTiles / (kGlu ? 2 : 1),                      // output features of a warp
     kTileBytes = 16 * kSpanBytes,
     kSpanPitch = kTiles * kTileBytes + 64,  // what a row's lanes copy lies in different banks
     kStageBytes = kPair * kSpanPitch,
@@ -63,7 +63,7 @@ struct Config {
 
   static_assert(kSpan <= 2 * kGroup, "a span touches at most two groups");
   static_assert(kLaneGroups >= 1 && kBatch % kPair == 0, "a lane reads whole groups, a batch has whole pairs");
-  static_assert(!kGlu || kTiles % 2 == 0, "gate and up come in pairs");
+  static_assert(kTiles % 2 == 0, "gate and up come in pairs, and tiles are multiplied two at a time");
 };
 
 struct Problem {
@@ -76,7 +76,7 @@ struct Problem {
   u16* out;                       // [rows, n]
   int rows, n, k, has_bias;
   int experts, x_div;
-  int split;   // warps that share the parts of K: 1 or all
+  int split;        // warps that share the parts of K: 1 or all
   int per_sm, sms;  // dense: blocks that each multiprocessor gets to share the tiles evenly. 0: all blocks are full
 };
 
@@ -155,17 +155,17 @@ struct Block {
     return p.x + static_cast<i64>(C::kRouted ? row / p.x_div : row) * p.k;
   }
 
-  // Two spans of each tile: lane l copies 16 bytes of row l / 4 and of the row 8 below, which is `below` bytes away. The
+  // Two spans of each tile: lane l copies 16 bytes of row l / 4 and of the row 8 below. The
   // halves of a span that touches two groups lie apart, so that reading a word of every row hits every bank once.
-  DEVICE void copy_weights(const unsigned char* (&from)[C::kTiles], const u32 (&below)[C::kTiles], bool valid,
-                           ptx::Smem stage) const {
+  DEVICE void copy_weights(const unsigned char* (&from)[C::kTiles], int row_bytes, bool valid, ptx::Smem stage) const {
     const int in_span = C::kGroups == 2 ? lane % 2 * 256 + lane / 4 * 16 : lane / 4 * 32 + lane % 2 * 16;
     const ptx::Smem to = stage + lane % 4 / 2 * C::kSpanPitch + in_span;
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
       if (t == tiles) break;
       ptx::cp_async16(to + t * C::kTileBytes, from[t], valid);
-      ptx::cp_async16(to + t * C::kTileBytes + (C::kGroups == 2 ? 128 : 256), from[t] + below[t], valid);
+      const int below = (weight_row(t, 8) - weight_row(t, 0)) * row_bytes;
+      ptx::cp_async16(to + t * C::kTileBytes + (C::kGroups == 2 ? 128 : 256), from[t] + below, valid);
       from[t] += kPair * kSpanBytes;
     }
   }
@@ -248,7 +248,8 @@ struct Block {
         const ptx::Smem to = scales_of(i / 2, lane % 4 * C::kLaneGroups) + (lane / 4 + i % 2 * 8) * 8;
 #pragma unroll
         for (int g = 0; g < C::kLaneGroups; ++g) {
-          store_scale(to + g * C::kScalePitch, values[i][0][g / 2] >> (g % 2 * 16), values[i][1][g / 2] >> (g % 2 * 16));
+          store_scale(to + g * C::kScalePitch, values[i][0][g / 2] >> (g % 2 * 16),
+                      values[i][1][g / 2] >> (g % 2 * 16));
         }
       }
     } else {
@@ -285,7 +286,9 @@ struct Block {
     }
   }
 
-  // One span: `tokens` against the tiles at `weights`, whose scales begin at `scales`.
+  // One span: x against the tiles at `weights`, whose scales begin at `scales`; kTogether tiles at a time, so that their
+  // MMAs need not wait for each other.
+  template <int kTogether>
   DEVICE void multiply(const Fragments& b, ptx::Smem weights, ptx::Smem scales, Sums& sums) const {
     float total[C::kGroups][C::kBlocks][4] = {};  // of x; every row is the same
     const u32 ones[4] = {T::ones(), T::ones(), T::ones(), T::ones()};
@@ -298,45 +301,54 @@ struct Block {
       }
     }
 #pragma unroll
-    for (int t = 0; t < C::kTiles; ++t) {
-      if (t == tiles) break;
-      const ptx::Smem tile = weights + t * C::kTileBytes;
-      u32 word[2][2];  // half of the tile's rows, word
+    for (int first = 0; first < C::kTiles; first += kTogether) {
+      if (!C::kRouted && first == tiles) break;
+      u32 words[kTogether][2][2];  // half of the tile's rows, word
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if constexpr (C::kGroups == 2) {
-          word[half][0] = ptx::lds32(tile + half * 128);
-          word[half][1] = ptx::lds32(tile + half * 128 + 256);
-        } else {
-          const uint2 both = ptx::lds64(tile + half * 256);
-          word[half][0] = both.x, word[half][1] = both.y;
+      for (int t = 0; t < kTogether; ++t) {
+        const ptx::Smem tile = weights + (first + t) * C::kTileBytes;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if constexpr (C::kGroups == 2) {
+            words[t][half][0] = ptx::lds32(tile + half * 128);
+            words[t][half][1] = ptx::lds32(tile + half * 128 + 256);
+          } else {
+            const uint2 both = ptx::lds64(tile + half * 256);
+            words[t][half][0] = both.x, words[t][half][1] = both.y;
+          }
         }
       }
 #pragma unroll
       for (int g = 0; g < C::kGroups; ++g) {
-        float sum[C::kBlocks][4] = {};
+        float products[kTogether][C::kBlocks][4] = {};
 #pragma unroll
         for (int s = 0; s < C::kSteps; ++s) {
-          constexpr int kWordSteps = C::kBits == 4 ? 2 : 1;
-          const int step = g * C::kSteps + s, e = step % kWordSteps;
-          u32 a[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            a[i] = T::template offset_pair<C::kBits>(word[i % 2][step / kWordSteps], 2 * e + i / 2);
+          for (int t = 0; t < kTogether; ++t) {
+            constexpr int kWordSteps = C::kBits == 4 ? 2 : 1;
+            const int step = g * C::kSteps + s, e = step % kWordSteps;
+            u32 a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              a[i] = T::template offset_pair<C::kBits>(words[t][i % 2][step / kWordSteps], 2 * e + i / 2);
+            }
+#pragma unroll
+            for (int j = 0; j < C::kBlocks; ++j) T::mma(products[t][j], a, b[g][s][j][0], b[g][s][j][1]);
           }
-#pragma unroll
-          for (int j = 0; j < C::kBlocks; ++j) T::mma(sum[j], a, b[g][s][j][0], b[g][s][j][1]);
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint2 both = ptx::lds64(scales + (t * 4 * C::kLaneGroups + g) * C::kScalePitch + half * 64);
-          const float scale = __uint_as_float(both.x), least = __uint_as_float(both.y);
+        for (int t = 0; t < kTogether; ++t) {
 #pragma unroll
-          for (int j = 0; j < C::kBlocks; ++j) {
+          for (int half = 0; half < 2; ++half) {
+            const uint2 both = ptx::lds64(scales + ((first + t) * 4 * C::kLaneGroups + g) * C::kScalePitch + half * 64);
+            const float scale = __uint_as_float(both.x), least = __uint_as_float(both.y);
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              float& to = sums[t][j][2 * half + c];
-              to = fmaf(scale, sum[j][2 * half + c], fmaf(least, total[g][j][c], to));
+            for (int j = 0; j < C::kBlocks; ++j) {
+#pragma unroll
+              for (int c = 0; c < 2; ++c) {
+                float& to = sums[first + t][j][2 * half + c];
+                to = fmaf(scale, products[t][j][2 * half + c], fmaf(least, total[g][j][c], to));
+              }
             }
           }
         }
@@ -352,21 +364,19 @@ struct Block {
     const int end = p.split == 1 ? pairs : min(begin + part, pairs);
 
     const unsigned char* from[C::kTiles];  // this lane's next 16 bytes of each tile
-    u32 below[C::kTiles];
     const int first_byte = begin * kPair * kSpanBytes + lane % 4 * 16;
     int bytes_left = min(end * kPair * kSpanBytes, row_bytes) - first_byte;
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
-      const int row = weight_row(t, lane / 4);
-      from[t] = (is_up(t) ? p.w_up : p.w) + (static_cast<i64>(expert) * p.n + row) * row_bytes + first_byte;
-      below[t] = (weight_row(t, lane / 4 + 8) - row) * row_bytes;
+      const i64 row = static_cast<i64>(expert) * p.n + weight_row(t, lane / 4);
+      from[t] = (is_up(t) ? p.w_up : p.w) + row * row_bytes + first_byte;
     }
     Scales first_scales;
     load_scales(begin * kPair, first_scales);
     ptx::Smem read = ring(), write = ring();
     const ptx::Smem end_of_ring = ring() + C::kRingBytes;
     const auto fetch = [&] {
-      copy_weights(from, below, bytes_left > 0, write);
+      copy_weights(from, row_bytes, bytes_left > 0, write);
       bytes_left -= kPair * kSpanBytes;
       ptx::cp_async_commit();
       write = write + C::kStageBytes == end_of_ring ? ring() : write + C::kStageBytes;
@@ -398,13 +408,18 @@ struct Block {
       ptx::cp_async_wait<C::kStages - 2>();
       __syncwarp();  // the pair has landed for all lanes, and all have read the one whose place is filled now
       fetch();
-#pragma unroll
+#pragma unroll(C::kAhead)
       for (int i = 0; i < kPair; ++i) {
         Fragments b;
         pair_up(tokens[i % C::kAhead], b);
         load_tokens(x, (pair * kPair + i + C::kAhead) * C::kSpan, tokens[i % C::kAhead]);
         const int groups = i * C::kSpan / C::kGroup;  // two spans or more of a group: see below
-        multiply(b, read + i * C::kSpanPitch + lane * (C::kGroups == 2 ? 4 : 8), scales + groups * C::kScalePitch, sums);
+        const ptx::Smem weights = read + i * C::kSpanPitch + lane * (C::kGroups == 2 ? 4 : 8);
+        if (C::kBlocks == 1 && (C::kRouted || tiles % 2 == 0)) {
+          multiply<2>(b, weights, scales + groups * C::kScalePitch, sums);
+        } else {
+          multiply<1>(b, weights, scales + groups * C::kScalePitch, sums);
+        }
       }
       in_batch -= kPair;
       if constexpr (kPair * C::kSpan >= C::kGroup) {
@@ -475,9 +490,10 @@ struct Block {
   }
 
   DEVICE float total(int first, int column, int row) const {
+    if (p.split == 1) return __uint_as_float(ptx::lds32(sum_of(first, column, row)));
     float sum = 0;
-#pragma unroll 1
-    for (int w = first; w < first + p.split; ++w) sum += __uint_as_float(ptx::lds32(sum_of(w, column, row)));
+#pragma unroll
+    for (int w = 0; w < kParts; ++w) sum += __uint_as_float(ptx::lds32(sum_of(w, column, row)));
     return sum;
   }
 

@@ -112,8 +112,8 @@ class Strip:
     blocks_per_sm: int
 
 
-DENSE_STRIPS = {s.columns: s for s in (Strip(8, 2, 2, 4), Strip(16, 2, 2, 4), Strip(32, 2, 2, 2))}
-EXPERT_STRIP = Strip(8, 2, 2, 3)
+DENSE_STRIPS = {s.columns: s for s in (Strip(8, 2, 2, 4), Strip(16, 4, 2, 2), Strip(32, 2, 2, 2))}
+EXPERT_STRIP = Strip(8, 4, 2, 2)
 
 
 @dataclass(frozen=True)
