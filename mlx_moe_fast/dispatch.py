@@ -24,11 +24,10 @@ ENOUGH_WARPS, SHORT_ROW = 700, 1024
 # Blocks of a dense matrix that an SM gets at least, if there are tiles enough: latency is all that there is to hide.
 LEAST_BLOCKS = 4
 
-# Multiply-adds of one projection below which MLX's own kernels, which read weights once a row, are done before
-# ours have been launched: a launch of ours costs MLX's thread three times what one of its own does, because the
-# machine code is copied and hashed. Estimated from what single launches cost on an H200, not yet measured on whole
-# models (kernels/LOG.md).
-MIN_WORK = 60_000_000
+# Multiply-adds of one projection below which MLX's own kernel, which reads weights once a row, is done before the
+# Python of a launch of ours is paid for: twice MLX's own, some 4 us. From the times of single products and launches on
+# an H200 (kernels/LOG.md).
+MIN_WORK = 30_000_000
 
 
 def few_rows(n: int, k: int) -> int:

@@ -116,12 +116,17 @@ def _plan(module: nn.Module) -> list[Projection] | Rejection:
     return [found]
 
 
+def _is_one_kernel(module: nn.Module, plan: list[Projection]) -> bool:
+    """Whether gate, up and activation of an expert MLP run as one kernel."""
+    return _original(module) is SwitchGLU and fuses(plan[1], plan[0], module.activation)
+
+
 def _variants(module: nn.Module, plan: list[Projection]) -> tuple[str, list[Variant]]:
     """What a layer launches, in words, and every variant behind it."""
     names = "/".join(dict.fromkeys(str(p.quantization) for p in plan)) + f" {plan[0].dtype}"
     if _original(module) in DENSE:
         return f"decode, up to {dispatch.DENSE_ROWS} rows ({names})", variants.needed_dense(plan[0])
-    if _original(module) is SwitchGLU and fuses(plan[1], plan[0], module.activation):
+    if _is_one_kernel(module, plan):
         words = "gate+up+SwiGLU, down: decode, or route and prefill_sm80"
         return f"{words} ({names})", ops.variants_of(plan[1:], True)
     words = "decode, or route and prefill_sm80"
@@ -210,6 +215,8 @@ def patch(model: nn.Module, *, strict: bool = False, dense: bool = True) -> Patc
             if type(layer) in FAST:
                 layer.__class__ = FAST[type(layer)]
                 layer.few_rows = dispatch.few_rows(plan[0].n, plan[0].k)
+        if _is_one_kernel(module, plan):
+            module.few_rows = 0  # two launches of ours instead of seven operations of MLX
     result = _report(model, failed, dense)
     if strict and (_complaints(result) or not result.replaced):
         for module, kind in before:

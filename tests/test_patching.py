@@ -687,6 +687,13 @@ def test_a_dense_layer_knows_from_how_many_rows_on_it_pays(monkeypatch):
     assert not any(hasattr(layer, "few_rows") for layer in model.layers)
 
 
+def test_an_expert_mlp_in_two_launches_always_pays(monkeypatch):
+    monkeypatch.setattr(dispatch, "MIN_WORK", 10 * H * F)
+    layer = finish(Holder(SwitchGLU(H, F, E)))
+    mlx_moe_fast.patch(layer)
+    assert layer.layer.few_rows == 0 and layer.layer.up_proj.few_rows == dispatch.few_rows(F, H)
+
+
 def test_a_dense_layer_that_pays_for_no_number_of_its_rows_stays(monkeypatch):
     """It would ask at every call and never launch."""
     monkeypatch.setattr(dispatch, "MIN_WORK", dispatch.DENSE_ROWS * H * F)
