@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from numerics import array, check, grouped, moe_glu, rel_rms
 
 import mlx_moe_fast
-from mlx_moe_fast import dispatch, eligibility, envs, layers
+from mlx_moe_fast import dispatch, eligibility, envs, launch, layers, ops
 from mlx_moe_fast.problem import Quantization
 
 pytestmark = pytest.mark.gpu
@@ -56,6 +56,23 @@ def weights_of(layer):
 def however_small(monkeypatch):
     """Our kernels run where MLX's own would be faster, too."""
     monkeypatch.setattr(dispatch, "MIN_WORK", 0)
+
+
+def test_mlx_keeps_the_machine_code_of_what_a_patched_layer_launches():
+    holder = make(SwitchGLU)
+    assert mlx_moe_fast.patch(holder).replaced
+    plan = layers.plan_experts(holder.layer, holder.layer.parts)
+    wanted = ops.variants_of(plan[1:], True)
+    assert {launch._loaded[v.id].code for v in wanted} == {b""}
+
+
+def test_a_remembered_call_gives_the_same_bits():
+    holder, (x, ids) = make(SwitchGLU), inputs(5)
+    mlx_moe_fast.patch(holder)
+    first = holder.layer(x, ids)
+    assert len(holder.layer._moe_fast_calls) == 1
+    for _ in range(3):
+        assert mx.array_equal(holder.layer(x, ids), first)
 
 
 @pytest.fixture
