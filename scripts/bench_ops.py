@@ -372,8 +372,8 @@ def main() -> None:
     for row in measured(args.suite, cases, args.repeats, args.tiles):
         rows.append(row)
         print(line(row, peak), flush=True)
-    if args.json:
-        bench.write_results(args.json, rows, " ".join(["python", "scripts/bench_ops.py", *sys.argv[1:]]))
+        if args.json:  # after each: nothing is lost if one fails
+            bench.write_results(args.json, rows, " ".join(["python", "scripts/bench_ops.py", *sys.argv[1:]]))
     if any(row.verified is False for row in rows):
         sys.exit("a kernel's error is more than twice MLX's")
 
