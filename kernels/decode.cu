@@ -6,8 +6,8 @@
 //
 // Weights are the A operand (out^T = W x^T) in tiles of 16 rows; GLU: gate and up in turn. The four warps of a block
 // split K in four, whatever the number of rows: the bits of a row depend neither on its neighbours nor on how many
-// there are. A warp streams its part of the weights through a ring of its own, 32 bytes of each weight row (a span)
-// a stage, and meets the others only to add up. Activations come from L1 or L2 straight into registers.
+// there are. A warp streams its part of the weights through a ring of its own, twice 32 bytes of each weight row (a span)
+// a stage, and meets the others only to add up. Activations come from L1 or L2 straight into registers, ahead of time.
 //
 // The MMAs see integers: q + T::kOffset. A span's sum gets its scale, and its bias with the sum of the span's x (one
 // more MMA, with ones for weights), in fp32. That is fewer instructions than dequantising, and rounds less.

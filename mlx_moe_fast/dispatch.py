@@ -21,18 +21,21 @@ DENSE_ROWS = max(DENSE_STRIPS)
 # The warps of a decode block share K where there are few blocks, or where K is long. Measured on an H200.
 ENOUGH_WARPS, SHORT_ROW = 700, 1024
 
-# Blocks of a dense matrix that an SM gets at least, if there are tiles enough: latency is all that there is to hide.
-LEAST_BLOCKS = 4
-
 # Multiply-adds of one projection below which MLX's own kernel, which reads weights once a row, is done before the
 # Python of a launch of ours is paid for: twice MLX's own, some 4 us. From the times of single products and launches on
 # an H200 (kernels/LOG.md).
 MIN_WORK = 30_000_000
 
+# A single row of a dense layer stays on MLX's kernel: a model's step waits for MLX's thread there, and ours, though
+# twice as fast on the GPU, made it longer (docs/batched-decode.md).
+LEAST_DENSE_ROWS = 2
 
-def few_rows(n: int, k: int) -> int:
-    """Routed rows of an n x k projection below which our launches do not pay."""
-    return 0 if envs.TILE.get() else -(-MIN_WORK // (n * k))
+
+def few_rows(n: int, k: int, dense: bool = False) -> int:
+    """Rows of an n x k projection below which our launches do not pay."""
+    if envs.TILE.get():
+        return 0
+    return max(LEAST_DENSE_ROWS if dense else 0, -(-MIN_WORK // (n * k)))
 
 
 @dataclass(frozen=True)
@@ -102,5 +105,5 @@ def choose_dense(rows: int, projection: Projection, sms: int = 0) -> Choice:
     if shared == 1 or not sms:
         return Choice(strip, shared, f"{rows} rows")
     tiles = -(-p.n // 16)
-    per_sm = max(-(-tiles // (sms * strip.tiles)), min(LEAST_BLOCKS, -(-tiles // sms)))
+    per_sm = max(-(-tiles // (sms * strip.tiles)), min(strip.blocks_per_sm, -(-tiles // sms)))
     return Choice(strip, shared, f"{rows} rows", per_sm, sms)

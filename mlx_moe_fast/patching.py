@@ -110,8 +110,9 @@ def _plan(module: nn.Module) -> list[Projection] | Rejection:
         return _unbuilt(error)
     if isinstance(found, Rejection):
         return found
-    rows = dispatch.few_rows(found.n, found.k)
-    if _original(module) in DENSE and rows > dispatch.DENSE_ROWS:
+    dense = _original(module) in DENSE
+    rows = dispatch.few_rows(found.n, found.k, dense)
+    if dense and rows > dispatch.DENSE_ROWS:
         return Rejection(Reason.SLOWER, f"ours pay from {rows} rows on and are for {dispatch.DENSE_ROWS}")
     return [found]
 
@@ -214,7 +215,7 @@ def patch(model: nn.Module, *, strict: bool = False, dense: bool = True) -> Patc
         for layer in (module, *parts):
             if type(layer) in FAST:
                 layer.__class__ = FAST[type(layer)]
-                layer.few_rows = dispatch.few_rows(plan[0].n, plan[0].k)
+                layer.few_rows = dispatch.few_rows(plan[0].n, plan[0].k, _original(layer) in DENSE)
         if _is_one_kernel(module, plan):
             module.few_rows = 0  # two launches of ours instead of seven operations of MLX
     result = _report(model, failed, dense)

@@ -163,8 +163,26 @@ def test_what_pays_is_a_matter_of_work(n, k):
     assert (rows - 1) * n * k < dispatch.MIN_WORK <= rows * n * k
 
 
-def test_one_row_of_a_large_output_layer_pays():
-    assert few_rows(151936, 2048) == 1
+def test_one_row_of_a_dense_layer_stays_however_large_it_is():
+    assert few_rows(151936, 2048) == 1 and few_rows(151936, 2048, dense=True) == 2
+
+
+@given(
+    n=st.integers(1, 1 << 17).map(lambda n: 8 * n),
+    sms=st.sampled_from([1, 20, 48, 84, 132, 148]),
+    rows=st.integers(1, DENSE_ROWS),
+)
+def test_blocks_that_share_a_matrix_have_room_for_it_and_are_not_idle(n, sms, rows):
+    choice = choose_dense(rows, projection(1, n=n, k=4096), sms)
+    tiles, strip = -(-n // 16), choice.shape
+    assert choice.split == WARPS and choice.sms == sms
+    assert choice.per_sm * sms * strip.tiles >= tiles  # as kernels/decode.cu divides them, none gets more than it takes
+    assert choice.per_sm == 1 or (choice.per_sm - 1) * sms < tiles
+
+
+def test_without_a_number_of_multiprocessors_blocks_are_full():
+    choice = choose_dense(1, projection(1, n=4096, k=4096))
+    assert (choice.per_sm, choice.sms) == (0, 0)
 
 
 @given(rows=st.integers(1, 1 << 12), experts=st.integers(1, 512))
