@@ -76,6 +76,12 @@ struct Problem {
   u16* out;                       // [rows, n]
   int rows, n, k, has_bias;
   int experts, x_div;
+  // Plain, if `top_k`: combined[token, n] = sum_j token_weights[token, j] out[token * top_k + j, n], by the last block of
+  // each strip of output features, which `finished` tells: a count of blocks for each strip, 0 before.
+  const float* token_weights;  // [rows / top_k, top_k]
+  int* finished;
+  u16* combined;
+  int top_k;
   int split;        // warps that share the parts of K: 1 or all
   int per_sm, sms;  // dense: blocks that each multiprocessor gets to share the tiles evenly. 0: all blocks are full
 };
@@ -552,6 +558,33 @@ struct Block {
   }
 };
 
+// All blocks of a strip of output features come here when they are done with their experts; the last one combines.
+template <class C>
+DEVICE void combine(const Problem& p, ptx::Smem flag, int strip, int features) {
+  using T = typename C::Type;
+  __threadfence();  // what this thread has written can be seen before the count
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::sts32(flag, atomicAdd(p.finished + strip, 1) == min(p.rows, p.experts + 1) - 1);
+  __syncthreads();
+  if (ptx::lds32(flag) == 0) return;
+  __threadfence();
+  const int pairs = features / 2;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < p.rows / p.top_k * pairs; i += kThreads) {
+    const int token = i / pairs, feature = strip * features + i % pairs * 2;
+    if (feature >= p.n) continue;
+    float lo = 0, hi = 0;
+#pragma unroll 1
+    for (int row = token * p.top_k; row < (token + 1) * p.top_k; ++row) {
+      const u32 pair = ptx::load_written(reinterpret_cast<const u32*>(p.out + static_cast<i64>(row) * p.n + feature));
+      const float weight = ptx::load(p.token_weights + row);
+      lo = fmaf(weight, T::to_float(static_cast<u16>(pair)), lo);
+      hi = fmaf(weight, T::to_float(static_cast<u16>(pair >> 16)), hi);
+    }
+    ptx::store(reinterpret_cast<u32*>(p.combined + static_cast<i64>(token) * p.n + feature), T::pack(lo, hi));
+  }
+}
+
 template <class C>
 DEVICE void decode(const Problem& p, const void* shared) {
   const int rows = C::kWarpRows * (p.split == 1 ? kWarps : 1), n_blocks = (p.n + rows - 1) / rows;
@@ -578,10 +611,11 @@ DEVICE void decode(const Problem& p, const void* shared) {
     for (int first = 0, count = 1; first < count; first += C::kColumns) {
       if (first) __syncthreads();  // the sums have been read, and the rings may be filled again
       count = block.find_rows(first, ids);
-      if (count == 0 || (first == 0 && p.rows <= p.experts && block.row_of(0) != slot)) return;
+      if (count == 0 || (first == 0 && p.rows <= p.experts && block.row_of(0) != slot)) break;
       const int here = min(count - first, +C::kColumns);
       expert < p.experts ? block.run(here) : block.store_zeros(here);
     }
+    if (p.top_k) combine<C>(p, block.smem, static_cast<int>(blockIdx.x % n_blocks), rows);
   } else {
     block.run(p.rows);
   }
@@ -598,8 +632,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, MOE_BLOCKS_PER_SM)
 #if MOE_ROUTED
               const int* ids,
 #endif
-              u16* out, int rows, int n, int k, int has_bias, int split,
-#if MOE_ROUTED
+#if MOE_ROUTED && !MOE_GLU
+              const float* token_weights, int* finished,
+#endif
+              u16* out,
+#if MOE_ROUTED && !MOE_GLU
+              u16* combined,
+#endif
+              int rows, int n, int k, int has_bias, int split,
+#if MOE_ROUTED && !MOE_GLU
+              int experts, int x_div, int top_k
+#elif MOE_ROUTED
               int experts, int x_div
 #else
               int per_sm, int sms
@@ -615,6 +658,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MOE_BLOCKS_PER_SM)
   p.ids = ids, p.experts = experts, p.x_div = x_div;
 #else
   p.per_sm = per_sm, p.sms = sms;
+#endif
+#if MOE_ROUTED && !MOE_GLU
+  p.token_weights = token_weights, p.finished = finished, p.combined = combined, p.top_k = top_k;
 #endif
   extern __shared__ __align__(256) unsigned char shared[];
   decode<Variant>(p, shared);

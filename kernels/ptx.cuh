@@ -27,6 +27,13 @@ DEVICE void store(T* p, const T& v) {
   *p = v;
 }
 
+// Past L1, which does not see what other multiprocessors have written.
+DEVICE u32 load_written(const u32* p) {
+  u32 v;
+  asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
 DEVICE u32 lds32(Smem a) {
   u32 v;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(a));

@@ -63,8 +63,11 @@ _probe = mx.compile(_note, shapeless=True)
 
 
 def traced(arrays: tuple[mx.array, ...]) -> bool:
-    """Whether a function transformation (grad, vmap, compile) is looking on: MLX runs the Python of a compiled function
-    then, and otherwise only at its first call, which counts too."""
+    """Whether a function transformation (grad, vmap, compile) is looking on. MLX runs the Python of a compiled function
+    then, and otherwise only the first time that it meets such arrays."""
     before = _traces
     _probe(*arrays)
-    return _traces != before
+    if _traces == before:
+        return False
+    _probe(*arrays)
+    return _traces != before + 1

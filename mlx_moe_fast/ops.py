@@ -5,6 +5,7 @@ Rows are (token, expert) pairs in their original order; "sorted" is the same row
 decides whether a kernel should run: callers ask `eligibility` first.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,13 +16,15 @@ from . import device, variants
 from .dispatch import Choice, choose, choose_dense, slots
 from .launch import bind, launch
 from .problem import Projection
-from .variants import Decode, Strip, Tile
+from .variants import Decode, Router, Strip, Tile
 
 ALIGNMENT = 16  # bytes: what one asynchronous copy moves
 WORDS = (mx.uint32, mx.int32)
 PERMUTE_CHUNK = 8  # elements that a thread of the route kernel permutes
 
 
+Shape = tuple[int, ...]
+DTYPES = {"bf16": mx.bfloat16, "fp16": mx.float16}
 Arrays = tuple[mx.array, mx.array, mx.array, mx.array]
 
 
@@ -125,37 +128,50 @@ def _glu(routing: Routing, gate: Weights, up: Weights, x_div: int, out_bits: int
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch of the decode kernel, without its inputs."""
+    """A launch without its inputs."""
 
-    variant: Decode
+    variant: Decode | Router
     outputs: tuple[tuple[tuple[int, ...], mx.Dtype], ...]
     scalars: tuple[int, ...]
     blocks: int
 
-    def __call__(self, *inputs: mx.array) -> mx.array:
-        return launch(self.variant, inputs, self.outputs, self.scalars, blocks=self.blocks, contiguous=True)[0]
+    def __call__(self, *inputs: mx.array) -> list[mx.array]:
+        return launch(self.variant, inputs, self.outputs, self.scalars, blocks=self.blocks, contiguous=True)
 
     def bind(self) -> Callable[..., list[mx.array]]:
         """The same as a function of `inputs`, a keyword argument."""
-        return bind(self.variant, self.outputs, self.scalars, self.blocks, contiguous=True)
+        return bind(self.variant, self.outputs, self.scalars, blocks=self.blocks, contiguous=True)
 
 
-def _few(p: Projection, glu: bool, x_rows: int, ids: mx.array, dtype: mx.Dtype, choice: Choice) -> Launch:
-    """One product, or gate and up with SwiGLU: inputs x, arrays of the weights, ids -> [*ids.shape, N]. x [x_rows, K],
-    or any shape of so many rows: row r of ids reads row r // (rows / x_rows) of x."""
+def _few(p: Projection, glu: bool, x_rows: int, ids: Shape, dtype: mx.Dtype, choice: Choice, top_k: int = 0) -> Launch:
+    """One product, or gate and up with SwiGLU: inputs x, arrays of the weights, ids -> [*ids, N]. x [x_rows, K], or any
+    shape of so many rows: row r of ids reads row r // (rows / x_rows) of x.
+
+    One product may be combined: further inputs token weights [..., top_k] fp32, counters of `strips`, all 0; a second
+    output [*ids[:-1], N], the sum of each token's rows times its weights.
+    """
     assert isinstance(choice.shape, Strip)
-    variant, rows = variants.of(p, glu, choice.shape), ids.size
+    variant, rows = variants.of(p, glu, choice.shape), math.prod(ids)
     assert isinstance(variant, Decode)
-    scalars = rows, p.n, p.k, int(p.has_bias), choice.split, p.experts, rows // x_rows
-    blocks = slots(rows, p.experts) * -(-p.n // variant.features(choice.split))
-    return Launch(variant, (((*ids.shape, p.n), dtype),), scalars, blocks)
+    scalars: tuple[int, ...] = (rows, p.n, p.k, int(p.has_bias), choice.split, p.experts, rows // x_rows)
+    blocks = slots(rows, p.experts) * _strips(variant, p, choice)
+    if glu:
+        return Launch(variant, (((*ids, p.n), dtype),), scalars, blocks)
+    combined = (*ids[:-1], p.n) if top_k else (1,)
+    return Launch(variant, (((*ids, p.n), dtype), (combined, dtype)), (*scalars, top_k), blocks)
+
+
+def _strips(variant: Decode, p: Projection, choice: Choice) -> int:
+    """Strips of output features, each of as many blocks as there are slots."""
+    return -(-p.n // variant.features(choice.split))
 
 
 def _decode(x: mx.array, ids: mx.array, choice: Choice, *weights: Weights) -> mx.array:
     """`_few` at once, of one product or of gate and up."""
-    p = weights[0].projection
-    run = _few(p, len(weights) == 2, x.size // p.k, ids, x.dtype, choice)
-    return run(x, *(a for w in weights for a in w.arrays), ids)
+    p, glu = weights[0].projection, len(weights) == 2
+    run = _few(p, glu, x.size // p.k, ids.shape, x.dtype, choice)
+    # An x stands in for token weights and counters, which are not read.
+    return run(x, *(a for w in weights for a in w.arrays), ids, *([] if glu else [x, x]))[0]
 
 
 def bind_glu(gate: Projection, down: Projection, x: mx.array, ids: mx.array) -> Callable[..., mx.array] | None:
@@ -163,12 +179,85 @@ def bind_glu(gate: Projection, down: Projection, x: mx.array, ids: mx.array) -> 
     if ids have to be converted."""
     if ids.dtype not in WORDS:
         return None
-    first = _few(gate, True, x.size // gate.k, ids, x.dtype, choose(ids.size, gate, glu=True)).bind()
-    last = _few(down, False, ids.size, ids, x.dtype, choose(ids.size, down)).bind()
+    first = _few(gate, True, x.size // gate.k, ids.shape, x.dtype, choose(ids.size, gate, glu=True)).bind()
+    last = _few(down, False, ids.size, ids.shape, x.dtype, choose(ids.size, down)).bind()
 
     def run(inputs: tuple[mx.array, ...], up: Arrays, gate: Arrays, down: Arrays) -> mx.array:
         x, ids = inputs
-        return last(inputs=(*first(inputs=(x, *gate, *up, ids)), *down, ids))[0]
+        return last(inputs=(*first(inputs=(x, *gate, *up, ids)), *down, ids, x, x))[0]
+
+    return run
+
+
+def _router(logits: Shape, top_k: int, dtype: str, over_all: bool, counters: int) -> Launch:
+    """Inputs: logits [..., E]. Outputs: ids [..., top_k] int32, token weights [..., top_k] fp32, `counters` zeros."""
+    *lead, experts = logits
+    tokens = math.prod(lead)
+    outputs = ((*lead, top_k), mx.int32), ((*lead, top_k), mx.float32), ((counters,), mx.int32)
+    scalars = tokens, experts, top_k, int(over_all), counters
+    return Launch(variants.router(dtype), outputs, scalars, -(-tokens // variants.ROUTER_TOKENS))
+
+
+def router(logits: mx.array, top_k: int, over_all: bool) -> tuple[mx.array, mx.array]:
+    """Top-k experts of each token and their weights.
+
+    Args:
+        logits: [..., E] bf16 or fp16, E at most 512. Of equal ones the lower index is taken first; NaN is the largest.
+        top_k: at most 32 and E.
+        over_all: weights are the softmax over all experts; else over the top-k.
+
+    Returns:
+        ids [..., top_k] int32, the largest logit first, and weights [..., top_k] fp32.
+    """
+    dtype = next(name for name, kind in DTYPES.items() if kind == logits.dtype)
+    ids, weights, _ = _router(logits.shape, top_k, dtype, over_all, 1)(logits)
+    return ids, weights
+
+
+def _block(
+    gate: Projection, down: Projection, x: Shape, dtype: mx.Dtype, top_k: int, over_all: bool
+) -> tuple[Launch, Launch, Launch]:
+    """Router, gate and up, down and combination for x of this shape, few rows."""
+    lead = x[:-1]
+    ids, tokens = (*lead, top_k), math.prod(lead)
+    last_choice = choose(tokens * top_k, down)
+    variant = variants.of(down, False, last_choice.shape)
+    assert isinstance(variant, Decode)
+    strips = _strips(variant, down, last_choice)
+    return (
+        _router((*lead, gate.experts), top_k, gate.dtype, over_all, strips),
+        _few(gate, True, tokens, ids, dtype, choose(tokens * top_k, gate, glu=True)),
+        _few(down, False, tokens * top_k, ids, dtype, last_choice, top_k),
+    )
+
+
+def moe_block(
+    x: mx.array, logits: mx.array, top_k: int, over_all: bool, gate: Weights, up: Weights, down: Weights
+) -> mx.array:
+    """Router, gated expert MLP with SwiGLU and combination in three launches, for few rows.
+
+    Args:
+        x: [..., H].
+        logits: [..., E], of x's dtype; the experts are chosen as `router` does, with the same `top_k` and `over_all`.
+
+    Returns:
+        [..., H]: the sum over a token's experts of weight times output, added up in fp32 in the order of the weights.
+    """
+    route, first, last = _block(gate.projection, down.projection, x.shape, x.dtype, top_k, over_all)
+    ids, weights, finished = route(logits)
+    (hidden,) = first(x, *gate.arrays, *up.arrays, ids)
+    return last(hidden, *down.arrays, ids, weights, finished)[1]
+
+
+def bind_block(gate: Projection, down: Projection, x: mx.array, top_k: int, over_all: bool) -> Callable[..., mx.array]:
+    """`moe_block` for an x like this, as a function of (x, logits) and the arrays of up, gate and down."""
+    route, first, last = (part.bind() for part in _block(gate, down, x.shape, x.dtype, top_k, over_all))
+
+    def run(inputs: tuple[mx.array, ...], up: Arrays, gate: Arrays, down: Arrays) -> mx.array:
+        x, logits = inputs
+        ids, weights, finished = route(inputs=(logits,))
+        (hidden,) = first(inputs=(x, *gate, *up, ids))
+        return last(inputs=(hidden, *down, ids, weights, finished))[1]
 
     return run
 
@@ -197,7 +286,7 @@ def _dense(p: Projection, x: mx.array, choice: Choice | None = None) -> Launch:
 
 def dense_qmm(x: mx.array, weights: Weights, choice: Choice | None = None) -> mx.array:
     """x [..., K], at most 32 rows, and weights of one matrix -> [..., N]: W x^T + bias."""
-    return _dense(weights.projection, x, choice)(x, *weights.arrays)
+    return _dense(weights.projection, x, choice)(x, *weights.arrays)[0]
 
 
 def _given(shape: Tile | Choice | None, rows: int, weights: Weights, glu: bool = False) -> Choice:
@@ -277,17 +366,28 @@ def variants_of(projections: list[Projection], glu: bool) -> list[variants.Varia
     return list(dict.fromkeys(found + variants.needed(down, False)))
 
 
+def few_variants(projections: list[Projection]) -> list[variants.Variant]:
+    """Every variant that `moe_block` may launch; `projections`: up, gate and down."""
+    _, gate, down = projections
+    few = variants.EXPERT_STRIP
+    return [variants.router(gate.dtype), variants.of(gate, True, few), variants.of(down, False, few)]
+
+
 __all__ = [
     "Routing",
     "Weights",
+    "bind_block",
     "bind_dense",
     "bind_glu",
     "dense_qmm",
+    "few_variants",
     "grouped_qmm",
+    "moe_block",
     "moe_glu",
     "moe_mlp",
     "own_their_buffers",
     "permute",
     "route",
+    "router",
     "variants_of",
 ]

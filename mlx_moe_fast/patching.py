@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
-from . import device, dispatch, jit, ops, selftest, variants
+from . import blocks, device, dispatch, jit, ops, selftest, variants
 from .eligibility import Reason, Rejection, check_device, describe, forget, fuses
 from .errors import KernelBuildError, NotAccelerated
 from .layers import FAST, plan_experts, warn_once
@@ -37,7 +37,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Every expert layer and every quantized dense layer of a model, in order."""
+    """Every expert layer and quantized dense layer of a model, and every MoE block if asked for, in order."""
 
     layers: tuple[LayerReport, ...]
 
@@ -79,9 +79,21 @@ def _original(module: nn.Module) -> type[nn.Module]:
 DENSE = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
-def _candidates(model: nn.Module, dense: bool = True) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
+def _fast_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that would take the place of a layer's, whether or not it has."""
+    original = _original(module)
+    return blocks.fast(original) if blocks.form_of(original) else FAST.get(original)
+
+
+def _is_block(module: nn.Module) -> bool:
+    return blocks.form_of(_original(module)) is not None
+
+
+def _candidates(
+    model: nn.Module, dense: bool = True, block: bool = True
+) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
     """Expert layers of a model with their projections: MLPs as a whole, linear layers where they stand alone. And, if
-    `dense`, quantized dense layers."""
+    `block`, the blocks around them; if `dense`, quantized dense layers."""
     inside: set[int] = set()
     for path, module in model.named_modules():
         fast = FAST.get(_original(module))
@@ -91,6 +103,8 @@ def _candidates(model: nn.Module, dense: bool = True) -> Iterator[tuple[str, nn.
             yield path, module, projections
     for path, module in model.named_modules():
         if id(module) not in inside and _original(module) in (QuantizedSwitchLinear, SwitchLinear):
+            yield path, module, []
+        elif block and _is_block(module):
             yield path, module, []
         elif dense and _original(module) in DENSE:
             yield path, module, []
@@ -103,6 +117,8 @@ def _plan(module: nn.Module) -> list[Projection] | Rejection:
         return rejection
     fast = FAST.get(_original(module))
     try:
+        if _is_block(module):
+            return blocks.plan_block(module)
         if fast and fast.parts:
             return plan_experts(module, fast.parts)
         found = describe(module)
@@ -127,6 +143,9 @@ def _variants(module: nn.Module, plan: list[Projection]) -> tuple[str, list[Vari
     names = "/".join(dict.fromkeys(str(p.quantization) for p in plan)) + f" {plan[0].dtype}"
     if _original(module) in DENSE:
         return f"decode, up to {dispatch.DENSE_ROWS} rows ({names})", variants.needed_dense(plan[0])
+    if _is_block(module):
+        few, words = ops.few_variants(plan), "few rows: router, gate+up+SwiGLU, down+combination"
+        return f"{words} ({names})", few
     if _is_one_kernel(module, plan):
         words = "gate+up+SwiGLU, down: decode, or route and prefill_sm80"
         return f"{words} ({names})", ops.variants_of(plan[1:], True)
@@ -153,13 +172,14 @@ def _unbuilt(error: KernelBuildError) -> Rejection:
 
 
 def report(model: nn.Module) -> PatchReport:
-    """How every expert layer and every quantized dense layer of `model` runs now; changes nothing."""
-    return _report(model, {})
+    """How every expert layer and quantized dense layer of `model` runs now, and every MoE block if blocks are patched;
+    changes nothing."""
+    return _report(model, {}, block=any(isinstance(module, blocks.FastBlock) for module in model.modules()))
 
 
-def _report(model: nn.Module, failed: dict[int, Rejection], dense: bool = True) -> PatchReport:
+def _report(model: nn.Module, failed: dict[int, Rejection], dense: bool = True, block: bool = True) -> PatchReport:
     rows = []
-    for path, module, parts in _candidates(model, dense):
+    for path, module, parts in _candidates(model, dense, block):
         kind, fast = _original(module).__name__, getattr(type(module), "is_fast", False)
         plan = failed.get(id(module)) or _plan(module)
         if isinstance(plan, Rejection):
@@ -178,7 +198,7 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
-def patch(model: nn.Module, *, strict: bool = False, dense: bool = True) -> PatchReport:
+def patch(model: nn.Module, *, strict: bool = False, dense: bool = True, block: bool = False) -> PatchReport:
     """Replaces the quantized layers of `model` by fast ones, in place: those of experts, for any number of rows, and
     dense ones, for the rows of a decode step.
 
@@ -191,13 +211,15 @@ def patch(model: nn.Module, *, strict: bool = False, dense: bool = True) -> Patc
         strict: raise NotAccelerated, and leave the model as it was, if no layer could be replaced or an expert layer
             was not.
         dense: replace QuantizedLinear and QuantizedEmbedding (as an output layer) too.
+        block: replace whole MoE blocks of known families too, for the rows of a decode step: router, experts and
+            combination in three launches. New, and not measured yet.
 
     Returns:
         What was replaced and what was not, with the reasons.
     """
     accepted: list[tuple[nn.Module, list[nn.Module], list[Projection]]] = []
     failed: dict[int, Rejection] = {}
-    for _, module, parts in _candidates(model, dense):
+    for _, module, parts in _candidates(model, dense, block):
         plan = _plan(module)
         if isinstance(plan, Rejection):
             # The projections of an MLP that cannot run as one may still run each for itself.
@@ -213,15 +235,16 @@ def patch(model: nn.Module, *, strict: bool = False, dense: bool = True) -> Patc
     before = [(m, type(m)) for module, parts, _ in accepted for m in (module, *parts)]
     for module, parts, plan in accepted:
         for layer in (module, *parts):
-            if type(layer) in FAST:
-                layer.__class__ = FAST[type(layer)]
+            kind = _fast_class(layer)
+            if kind and type(layer) is not kind:
+                layer.__class__ = kind
                 layer.few_rows = dispatch.few_rows(plan[0].n, plan[0].k, _original(layer) in DENSE)
-        if _is_one_kernel(module, plan):
+        if _is_block(module) or _is_one_kernel(module, plan):
             module.few_rows = 0  # two launches of ours instead of seven operations of MLX
-    result = _report(model, failed, dense)
+    result = _report(model, failed, dense, block)
     if strict and (_complaints(result) or not result.replaced):
         for module, kind in before:
-            if kind in FAST:
+            if not getattr(kind, "is_fast", False):
                 _restore(module)
         raise NotAccelerated(*_complaint(result))
     return result
@@ -229,7 +252,8 @@ def patch(model: nn.Module, *, strict: bool = False, dense: bool = True) -> Patc
 
 def _complaints(result: PatchReport) -> list[LayerReport]:
     """Expert layers that were left out."""
-    return [layer for layer in result.skipped if layer.kind not in {kind.__name__ for kind in DENSE}]
+    others = {kind.__name__ for kind in DENSE} | {name.rpartition(".")[2] for name in blocks.FORMS}
+    return [layer for layer in result.skipped if layer.kind not in others]
 
 
 def _complaint(result: PatchReport) -> tuple[str, str]:
@@ -260,11 +284,13 @@ def _restore(module: nn.Module) -> None:
 
 
 @contextmanager
-def patched(model: nn.Module, *, strict: bool = False, dense: bool = True) -> Iterator[PatchReport]:
+def patched(
+    model: nn.Module, *, strict: bool = False, dense: bool = True, block: bool = False
+) -> Iterator[PatchReport]:
     """`patch` for the duration of a `with` block; layers that were patched before stay so after it."""
     before = _fast_layers(model)
     try:
-        yield patch(model, strict=strict, dense=dense)
+        yield patch(model, strict=strict, dense=dense, block=block)
     finally:
         kept = set(map(id, before))
         for module in _fast_layers(model):

@@ -10,10 +10,10 @@ from . import ops
 from .dispatch import Choice
 from .errors import KernelBuildError
 from .launch import handed_over
+from .ops import DTYPES
 from .problem import Projection
-from .variants import WARPS, Decode, Prefill, Route, Variant, physical_k
+from .variants import WARPS, Decode, Prefill, Route, Router, Variant, physical_k
 
-DTYPES = {"bf16": mx.bfloat16, "fp16": mx.float16}
 ROWS, N, K, EXPERTS = 3, 8, 128, 2
 log = logging.getLogger(__name__)
 _passed: set[str] = set()
@@ -22,7 +22,7 @@ _passed: set[str] = set()
 def run(variants: Iterable[Variant]) -> None:
     """Raises KernelBuildError if one of the variants fails; asks each once a process."""
     for variant in variants:
-        if isinstance(variant, Prefill | Decode | Route) and variant.id not in _passed:
+        if isinstance(variant, Prefill | Decode | Route | Router) and variant.id not in _passed:
             try:
                 wrong = _first(variant)
             except RuntimeError as error:
@@ -34,7 +34,7 @@ def run(variants: Iterable[Variant]) -> None:
             _passed.add(variant.id)
 
 
-def _first(variant: Prefill | Decode | Route) -> str | None:
+def _first(variant: Prefill | Decode | Route | Router) -> str | None:
     """`_wrong`, with the machine code handed over to MLX if it takes it."""
     try:
         with handed_over(variant):
@@ -44,10 +44,14 @@ def _first(variant: Prefill | Decode | Route) -> str | None:
         return _wrong(variant)
 
 
-def _wrong(variant: Prefill | Decode | Route) -> str | None:
+def _wrong(variant: Prefill | Decode | Route | Router) -> str | None:
     """What a variant computes wrongly for weights of q = 1, scale 1/4, bias 1/4 and inputs of 1: K / 2 each."""
     if isinstance(variant, Route):
         return _difference(ops.permute(mx.ones((ROWS, K), mx.float16), variant.bits), [[1.0] * K] * ROWS)
+    if isinstance(variant, Router):
+        logits = mx.array([[0, 0, 9, 9, 0], [7, 0, 0, 0, 7]], DTYPES[variant.dtype])
+        chosen, shares = ops.router(logits, 2, over_all=False)
+        return _difference(mx.stack([chosen, shares]), [[[2, 3], [0, 4]], [[0.5, 0.5], [0.5, 0.5]]])
     q, dtype = variant.quantization, DTYPES[variant.dtype]
     projection = Projection(EXPERTS, N, K, q, variant.dtype)
     word = sum(1 << (q.bits * i) for i in range(32 // q.bits))
@@ -66,6 +70,9 @@ def _wrong(variant: Prefill | Decode | Route) -> str | None:
                 glu = variant.kind == "glu"
                 outs.append(ops._decode(x, ids, choice, *[weights] * (2 if glu else 1)))
                 expected.append([activated if glu else product, zero, activated if glu else product])
+                if not glu:
+                    outs.append(_combined(x, weights, choice))
+                    expected.append([[48.0] * N, [32.0] * N, product])
         return _difference(mx.stack(outs), expected)
     if variant.glu:
         routing = ops.route(ids, x, EXPERTS, q.bits, variant.tile)
@@ -73,6 +80,15 @@ def _wrong(variant: Prefill | Decode | Route) -> str | None:
         out = ops._glu(routing, weights, weights, 1, q.bits)[:2]
         return _difference(mx.take(out, mx.array([physical_k(n, q.bits) for n in range(N)]), axis=1), [activated] * 2)
     return _difference(ops.grouped_qmm(x, ids, weights, variant.tile), [product, zero, product])
+
+
+def _combined(x: mx.array, weights: ops.Weights, choice: Choice) -> mx.array:
+    """Two experts a token, one of them out of range, with weights of 1/4 and 1/2, 1/2 and 1, 1/4 and 3/4."""
+    ids, shares = mx.array([[1, 0], [1, -1], [0, 1]], mx.int32), mx.array([[0.25, 0.5], [0.5, 1.0], [0.25, 0.75]])
+    p = weights.projection
+    run = ops._few(p, False, ROWS, ids.shape, x.dtype, choice, top_k=2)
+    counters = mx.zeros((run.blocks,), mx.int32)
+    return run(x, *weights.arrays, ids, shares, counters)[1]
 
 
 def _difference(out: mx.array, expected: list) -> str | None:

@@ -15,6 +15,8 @@ TILE_N = 128  # weight rows of a prefill block; GLU: half of them gate, half up
 K_BLOCK_BYTES = 64  # of a weight row: one pipeline stage, and the block in which K is permuted
 ROUTE_THREADS = 512
 WARPS = 4  # of a decode block, and parts of K
+ROUTER_TOKENS = 4  # of a block of the router kernel
+ROUTER_EXPERTS, ROUTER_TOP_K = 512, 32  # the most that it takes
 SPAN_BYTES = 32  # of a weight row, kernels/decode.cu
 
 
@@ -185,6 +187,25 @@ class Route:
 
 
 @dataclass(frozen=True)
+class Router:
+    """kernels/router.cu: top-k experts and their weights from router logits of `dtype`."""
+
+    dtype: str
+
+    source = "router.cu"
+    threads = 32 * ROUTER_TOKENS
+    shared_bytes = 0
+
+    @cached_property
+    def id(self) -> str:
+        return f"router_{self.dtype}"
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return {"MOE_ENTRY": self.id, "MOE_DTYPE": {"bf16": "Bf16", "fp16": "Fp16"}[self.dtype]}
+
+
+@dataclass(frozen=True)
 class Probe:
     """kernels/probe.cu: where arrays lie."""
 
@@ -212,10 +233,11 @@ class Stamp:
         return {"MOE_ENTRY": self.id, "MOE_THREADS": self.threads}
 
 
-Variant = Prefill | Decode | Route | Probe | Stamp
+Variant = Prefill | Decode | Route | Router | Probe | Stamp
 
 
 route = cache(Route)
+router = cache(Router)
 
 
 @cache
@@ -252,6 +274,7 @@ def all_variants() -> list[Variant]:
         Probe(),
         Stamp(),
         *(Route(bits) for bits in BITS),
+        *(Router(dtype) for dtype in DTYPES),
         *(Prefill(*p) for p in prefills),
         *(Decode(q, dtype, kind, strip) for q, dtype, (kind, strip) in product(quantizations, DTYPES, decodes)),
     ]

@@ -33,13 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from cases import Case, make_ids, make_weights  # noqa: E402
 from cases import floats as random_floats  # noqa: E402
-from numerics import array, check, grouped, moe_glu  # noqa: E402
+from numerics import array, check, grouped, moe_glu, router_reference  # noqa: E402
 
 from mlx_moe_fast import jit, ops, variants  # noqa: E402
 from mlx_moe_fast.dispatch import Choice  # noqa: E402
 from mlx_moe_fast.errors import MlxMoeFastError  # noqa: E402
 from mlx_moe_fast.problem import Device, Projection, Quantization  # noqa: E402
-from mlx_moe_fast.variants import Decode, Prefill, Probe, Route, Stamp, Variant  # noqa: E402
+from mlx_moe_fast.variants import Decode, Prefill, Probe, Route, Router, Stamp, Variant  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TIMEOUT = 300  # seconds a process may take: a kernel may wait for ever
@@ -126,6 +126,26 @@ def route(variant: Route, rows: int, k: int, tile: variants.Tile) -> Problem:
     return Problem("route", (ids, x, experts, variant.bits, tile), judge)
 
 
+BLOCK = Quantization(4, 64)  # of the experts behind a router
+
+
+def block(variant: Router) -> Problem:
+    """Router, experts and combination: more tokens than a block of the router takes, an expert that nobody chose."""
+    case = Case(5, 2, 192, 128, 9, BLOCK, variant.dtype)
+    x, _, gate, up, down = case.arrays()
+    logits = np.random.default_rng(6).standard_normal((5, 9)).astype(np.float32)
+    logits[:, 3] = -9
+    rounded = mx.array(logits).astype(x.dtype)
+    ids, shares = router_reference(array(rounded), 2, True)
+    rows = moe_glu(array(x).repeat(2, axis=0), ids.flatten(), gate, up, down)
+    reference = (rows.reshape(5, 2, -1) * shares[..., None]).sum(axis=1).astype(np.float32)
+
+    def judge(out: np.ndarray) -> None:
+        check(floats(out, variant.dtype), reference, variant.dtype, 4)
+
+    return Problem("moe_block", (raw(x), raw(rounded), 2, True, *map(raw, (gate, up, down))), judge)
+
+
 def probe() -> Problem:
     """Addresses of two arrays."""
 
@@ -158,6 +178,8 @@ def problems(variant: Variant) -> list[Problem]:
             experts(variant, case, Choice(variant.strip, split, ""))
             for case, split in zip(cases(variant), (1, variants.WARPS), strict=True)
         ]
+    if isinstance(variant, Router):
+        return [block(variant)]
     if isinstance(variant, Route):
         return [route(variant, rows, 160, tile) for rows, tile in zip((1, 600), variants.TILES.values(), strict=False)]
     return [stamp() if isinstance(variant, Stamp) else probe()]
@@ -168,6 +190,9 @@ def launched(variant: Variant) -> list[Variant]:
     if isinstance(variant, Decode):
         down = cases(variant)[0].down
         return [variant, *([replace(variant, kind="plain", quantization=down)] if is_glu(variant) else [])]
+    if isinstance(variant, Router):
+        experts = [Decode(BLOCK, variant.dtype, kind, variants.EXPERT_STRIP) for kind in ("glu", "plain")]
+        return [variant, *experts]
     if not isinstance(variant, Prefill):
         return [variant]
     down = [replace(variant, glu=False, quantization=cases(variant)[0].down)] if variant.glu else []
@@ -190,7 +215,7 @@ class Array:
         return self  # only ids are converted, and these are int32
 
 
-HOST = {mx.int32: np.int32}
+HOST = {mx.int32: np.int32, mx.float32: np.float32}
 
 
 @dataclass

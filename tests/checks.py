@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 from cases import Case, around, floats, make_ids, make_weights
-from numerics import array, check, grouped, moe_glu
+from numerics import array, check, grouped, moe_glu, router_reference
 
 from mlx_moe_fast import ops, variants
 from mlx_moe_fast.dispatch import Choice
@@ -213,3 +213,56 @@ def subnormal_scales_count(variant: Prefill | Decode) -> None:
     assert (reference != 0).any()
     for shape in shapes_of(variant):
         check(multiply(variant, shape, x, mx.zeros((5,), mx.int32), weights), reference, variant.dtype, 4)
+
+
+def router_is_the_formula(dtype: str) -> None:
+    """Around a block's tokens and a lane's experts, with ties, both kinds of weights."""
+    rng = np.random.default_rng(8)
+    for tokens, experts, top_k in (
+        (1, 128, 8),
+        (4, 8, 2),
+        (5, 33, 32),
+        (3, 512, 10),
+        (9, 31, 1),
+        (2, 2, 2),
+        (64, 60, 4),
+    ):
+        logits = mx.array(rng.standard_normal((tokens, experts)) * 3).astype(ops.DTYPES[dtype])
+        logits[0] = mx.round(logits[0])  # ties
+        for over_all in (False, True):
+            ids, weights = ops.router(logits, top_k, over_all)
+            expected, shares = router_reference(array(logits), top_k, over_all)
+            np.testing.assert_array_equal(array(ids), expected)
+            np.testing.assert_allclose(array(weights), shares, rtol=1e-5)
+
+
+def router_bears_bad_logits(dtype: str) -> None:
+    """NaN and infinities: ids stay different and in range, and only the token's own weights are touched."""
+    logits = np.random.default_rng(9).standard_normal((6, 40)).astype(np.float32)
+    logits[0, 7], logits[1], logits[2, 3], logits[3, 5:] = np.nan, np.nan, np.inf, -np.inf
+    logits[4] = -np.inf
+    ids, weights = ops.router(mx.array(logits).astype(ops.DTYPES[dtype]), 6, False)
+    for row in array(ids):
+        assert len(set(row)) == 6 and (0 <= row).all() and (row < 40).all()
+    assert array(ids)[0, 0] == 7 and array(ids)[2, 0] == 3 and set(array(ids)[3, :5]) == {0, 1, 2, 3, 4}
+    assert np.isnan(array(weights)[[0, 1, 2, 4]]).any(axis=1).all()
+    np.testing.assert_allclose(array(weights)[[3, 5]].sum(axis=1), 1, rtol=1e-5)
+
+
+def block_is_its_parts(quantization: Quantization, dtype: str, bits_down: int | None = None) -> None:
+    """Router, experts and combination together against NumPy, few and many experts, token by token the same bits."""
+    down = Quantization(bits_down, quantization.group_size) if bits_down else None
+    g = quantization.group_size
+    shapes = [(1, 8, 256, 128, 16), (7, 2, 2 * g + 128, 128 + g, 4), (9, 4, 384, 128, 7), (33, 1, 128, 256, 5)]
+    for tokens, top_k, hidden, features, experts in shapes:
+        case = Case(tokens, top_k, hidden, features, experts, quantization, dtype, has_bias=tokens == 9, down=down)
+        x, _, gate, up, last = case.arrays()
+        logits = floats(np.random.default_rng(tokens), (tokens, experts), dtype)
+        for over_all in (False, True):
+            out = ops.moe_block(x, logits, top_k, over_all, gate, up, last)
+            ids, shares = router_reference(array(logits), top_k, over_all)
+            rows = moe_glu(array(x).repeat(top_k, axis=0), ids.flatten(), gate, up, last)
+            reference = (rows.reshape(tokens, top_k, hidden) * shares[..., None]).sum(axis=1)
+            check(out, reference.astype(np.float32), dtype, 4)
+        one = ops.moe_block(x[:1], logits[:1], top_k, over_all, gate, up, last)
+        np.testing.assert_array_equal(array(one), array(out[:1]))

@@ -75,3 +75,13 @@ def check(out: mx.array, reference: np.ndarray, dtype: str, products: int = 1) -
     where = f"worst at {tuple(map(int, worst))}: {got[worst]} for {reference[worst]}"
     assert error <= limit, f"rel_rms {error:.2e} > {limit:.1e}, {where}"
     assert rows.max(initial=0) <= 4 * limit, f"row {rows.argmax()} has rel_rms {rows.max():.2e}, {where}"
+
+
+def router_reference(logits: np.ndarray, top_k: int, over_all: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Experts and weights of each token: largest first, ties to the lower index, NaN above all."""
+    order = np.argsort(-np.where(np.isnan(logits), np.inf, logits), axis=-1, kind="stable")[:, :top_k]
+    chosen = np.take_along_axis(logits, order, axis=-1).astype(np.float64)
+    largest = chosen[:, :1]
+    powers = np.exp(chosen - largest)
+    whole = np.exp(logits.astype(np.float64) - largest) if over_all else powers
+    return order, powers / whole.sum(axis=-1, keepdims=True)

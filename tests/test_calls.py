@@ -35,7 +35,6 @@ def known(request, kernels, monkeypatch):  # noqa: F811
     found.layer, found.inputs = MAKERS[request.param]()
     found.expected = found.layer(*found.inputs)
     mx.eval(found.inputs, found.expected)
-    calls.traced(found.inputs)  # the first of a kind counts
     original = type(found.layer).check
 
     def check(self, *args):
@@ -165,7 +164,7 @@ def test_a_compiled_function_after_a_remembered_call(known):
 
 def test_traced_knows_transformations_of_its_own_arrays():
     x, y = mx.ones(3), mx.ones(2)
-    calls.traced((x,)), calls.traced((x, y))  # the first of a kind counts
+    assert not calls.traced((x,)) and not calls.traced((x, y))
     found = []
 
     def look(a):

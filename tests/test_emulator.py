@@ -14,11 +14,14 @@ from cases import Case, around
 from checks import (
     bad_values_stay_in_their_row,
     batch_does_not_change_a_row,
+    block_is_its_parts,
     exact_in_integers,
     large_gates_saturate,
     neighbours_do_not_change_a_row,
     one_hot_rows_show_the_weights,
     permutation_is_the_formula,
+    router_bears_bad_logits,
+    router_is_the_formula,
     routing_is_a_stable_sort,
     run,
     run_dense,
@@ -32,7 +35,7 @@ from hypothesis import strategies as st
 from numerics import array
 from sketches import Sketch, outcomes
 
-from mlx_moe_fast import jit, ops, variants
+from mlx_moe_fast import jit, ops, selftest, variants
 from mlx_moe_fast.dispatch import Choice
 from mlx_moe_fast.problem import Quantization
 from mlx_moe_fast.variants import EXPERT_STRIP, TILES, Decode, Prefill
@@ -43,6 +46,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from record_outputs import CASES, compute, recorded_variants  # noqa: E402
 
 ROUTES = [variants.route(bits) for bits in variants.BITS]
+ROUTERS = [variants.router(dtype) for dtype in variants.DTYPES]
 PREFILLS = [v for v in variants.all_variants() if isinstance(v, Prefill)]
 DECODES = [v for v in variants.all_variants() if isinstance(v, Decode)]
 PLAIN64 = [v for v in PREFILLS if not v.glu and v.quantization.group_size == 64]
@@ -56,13 +60,13 @@ SAMPLE = [
 ]
 
 
-def by_id(variant: Prefill | Decode) -> str:
+def by_id(variant: variants.Variant) -> str:
     return variant.id
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs():
-    build_all([*ROUTES, *PREFILLS, *DECODES], jit.sources(), sanitize=False)
+    build_all([*ROUTES, *ROUTERS, *PREFILLS, *DECODES], jit.sources(), sanitize=False)
 
 
 @pytest.fixture
@@ -113,6 +117,25 @@ def test_schedule_changes_no_bit_of_decode(monkeypatch, variant):
         results.append([array(out) for out in outs])
     for other in results[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", variants.DTYPES)
+def test_router(emulator, dtype):
+    router_is_the_formula(dtype)
+    router_bears_bad_logits(dtype)
+
+
+@pytest.mark.parametrize("variant", [*ROUTES, *ROUTERS, *SAMPLE, *DECODES[::3]], ids=by_id)
+def test_the_selftest_passes(emulator, variant):
+    assert selftest._wrong(variant) is None
+
+
+@pytest.mark.parametrize("bits_down", [None, 8])
+@pytest.mark.parametrize("quantization, dtype", [(Quantization(4, 64), "bf16"), (Quantization(4, 32), "fp16")])
+def test_block(monkeypatch, quantization, dtype, bits_down):
+    for seed in (0, 1):  # another block is the last of its strip
+        monkeypatch.setattr(ops, "launch", Emulator(seed).launch)
+        block_is_its_parts(quantization, dtype, bits_down)
 
 
 @pytest.mark.parametrize("dtype", variants.DTYPES)

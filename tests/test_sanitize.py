@@ -30,7 +30,7 @@ from mlx_moe_fast.variants import all_variants
 from numpy import asarray, empty
 
 mx.set_default_device(mx.cpu)
-MLX = {"uint16": mx.bfloat16, "int32": mx.int32, "uint32": mx.uint32, "uint64": mx.uint64}
+MLX = {"uint16": mx.bfloat16, "float32": mx.float32, "int32": mx.int32, "uint32": mx.uint32, "uint64": mx.uint64}
 cuda = SimpleNamespace(set_allocator=lambda allocator: None)
 asnumpy = np.copy
 
@@ -47,7 +47,8 @@ class Kernel:
         if "IDLE" in os.environ:
             return
         arrays = [a for a in arguments if isinstance(a, np.ndarray)]
-        outputs = arrays[-{"route.cu": 3, "stamp.cu": 2}.get(self.variant.source, 1) :]
+        kind = getattr(self.variant, "kind", self.variant.source)
+        outputs = arrays[-{"route.cu": 3, "router.cu": 3, "stamp.cu": 2, "plain": 2}.get(kind, 1) :]
         made = Emulator().launch(
             self.variant,
             [mx.array(a).view(MLX[a.dtype.name]) for a in arrays[: -len(outputs)]],

@@ -118,6 +118,7 @@ auto shuffle(const char* name, unsigned mask, auto v, int source) {
 }  // namespace emu
 
 inline void __syncthreads() { emu::barrier(0, 0, true); }
+inline void __threadfence() {}  // blocks run one after the other
 inline void __syncwarp() { emu::rendezvous("syncwarp", 32); }
 
 auto __shfl_sync(unsigned mask, auto v, int source) { return emu::shuffle("shfl.idx", mask, v, source & 31); }
