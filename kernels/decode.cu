@@ -34,6 +34,7 @@ struct Config {
     kGroup = kGroup_,
     kBlocks = kBlocks_,
     kTiles = kTiles_,
+    kMatrices = kGlu ? 2 : 1,
     kStages = kStages_,
     kSpan = kSpanBytes * 8 / kBits,             // elements of K
     kGroups = kSpan > kGroup ? 2 : 1,           // that a span touches
@@ -44,7 +45,7 @@ struct Config {
     kLaneGroups = kBatch * kSpan / kGroup / 4,  // whose scales a lane reads, a batch
     kScaleWords = (kLaneGroups + 1) / 2,
     kScalePitch = 128 + (kLaneGroups < 4 ? 32 / kLaneGroups : 8),  // bytes of a group's 16 rows: quads write apart
-    kAhead = kBlocks > 1 ? 1 : 2,                                  // spans that x is loaded ahead
+    kAhead = kBlocks > 1 || (kGroups == 2 && kTiles > 2) ? 1 : 2,  // spans that x is loaded ahead
     kPieces = kSpan / 32,                                          // 16-byte pieces of x that a lane needs a span
     kColumns = 8 * kBlocks,                                        // rows of x at once
     kWarpRows = 16 * kTiles / (kGlu ? 2 : 1),                      // output features of a warp
@@ -163,17 +164,20 @@ struct Block {
 
   // Two spans of each tile: lane l copies 16 bytes of row l / 4 and of the row 8 below. The
   // halves of a span that touches two groups lie apart, so that reading a word of every row hits every bank once.
-  DEVICE void copy_weights(const unsigned char* (&from)[C::kTiles], int row_bytes, bool valid, ptx::Smem stage) const {
+  DEVICE void copy_weights(const unsigned char* (&from)[C::kMatrices], const u32 (&apart)[C::kTiles], int row_bytes,
+                           bool valid, ptx::Smem stage) const {
     const int in_span = C::kGroups == 2 ? lane % 2 * 256 + lane / 4 * 16 : lane / 4 * 32 + lane % 2 * 16;
     const ptx::Smem to = stage + lane % 4 / 2 * C::kSpanPitch + in_span;
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
       if (t == tiles) break;
-      ptx::cp_async16(to + t * C::kTileBytes, from[t], valid);
+      const unsigned char* tile = from[is_up(t)] + apart[t];
+      ptx::cp_async16(to + t * C::kTileBytes, tile, valid);
       const int below = (weight_row(t, 8) - weight_row(t, 0)) * row_bytes;
-      ptx::cp_async16(to + t * C::kTileBytes + (C::kGroups == 2 ? 128 : 256), from[t] + below, valid);
-      from[t] += kPair * kSpanBytes;
+      ptx::cp_async16(to + t * C::kTileBytes + (C::kGroups == 2 ? 128 : 256), tile + below, valid);
     }
+#pragma unroll
+    for (int m = 0; m < C::kMatrices; ++m) from[m] += kPair * kSpanBytes;
   }
 
   // A lane's x of the span at k: the elements of its words, from where `x` points at k = 0. Columns past the last row
@@ -369,20 +373,22 @@ struct Block {
     const int begin = p.split == 1 ? 0 : min(warp * part, pairs);
     const int end = p.split == 1 ? pairs : min(begin + part, pairs);
 
-    const unsigned char* from[C::kTiles];  // this lane's next 16 bytes of each tile
-    const int first_byte = begin * kPair * kSpanBytes + lane % 4 * 16;
+    const unsigned char* from[C::kMatrices];  // this lane's next 16 bytes of the first tile, of each matrix,
+    u32 apart[C::kTiles];                     // and from there to the other tiles
+    const int first_byte = begin * kPair * kSpanBytes + lane % 4 * 16, first_row = weight_row(0, lane / 4);
     int bytes_left = min(end * kPair * kSpanBytes, row_bytes) - first_byte;
 #pragma unroll
-    for (int t = 0; t < C::kTiles; ++t) {
-      const i64 row = static_cast<i64>(expert) * p.n + weight_row(t, lane / 4);
-      from[t] = (is_up(t) ? p.w_up : p.w) + row * row_bytes + first_byte;
+    for (int t = 0; t < C::kTiles; ++t) apart[t] = static_cast<u32>((weight_row(t, lane / 4) - first_row) * row_bytes);
+#pragma unroll
+    for (int m = 0; m < C::kMatrices; ++m) {
+      from[m] = (m ? p.w_up : p.w) + (static_cast<i64>(expert) * p.n + first_row) * row_bytes + first_byte;
     }
     Scales first_scales;
     load_scales(begin * kPair, first_scales);
     ptx::Smem read = ring(), write = ring();
     const ptx::Smem end_of_ring = ring() + C::kRingBytes;
     const auto fetch = [&] {
-      copy_weights(from, row_bytes, bytes_left > 0, write);
+      copy_weights(from, apart, row_bytes, bytes_left > 0, write);
       bytes_left -= kPair * kSpanBytes;
       ptx::cp_async_commit();
       write = write + C::kStageBytes == end_of_ring ? ring() : write + C::kStageBytes;

@@ -92,7 +92,7 @@ def sanitize(script, monkeypatch, tmp_path):
 CLEAN = '"$@" && echo "========= ERROR SUMMARY: 0 errors"'
 
 
-@pytest.mark.parametrize("name", [PLAIN, GLU, "route_8bit", "probe", "stamp"])
+@pytest.mark.parametrize("name", [PLAIN, GLU, "route_8bit", "router_bf16", "probe", "stamp"])
 def test_clean(sanitize, capsys, name):
     assert sanitize(CLEAN, "--variants", name, "--tools", "memcheck", "initcheck") == 0
     assert capsys.readouterr().out.splitlines() == [
