@@ -10,11 +10,14 @@ from checks import (
     Q4,
     bad_values_stay_in_their_row,
     batch_does_not_change_a_row,
+    block_is_its_parts,
     exact_in_integers,
     large_gates_saturate,
     neighbours_do_not_change_a_row,
     one_hot_rows_show_the_weights,
     permutation_is_the_formula,
+    router_bears_bad_logits,
+    router_is_the_formula,
     routing_is_a_stable_sort,
     run,
     run_plain,
@@ -47,6 +50,21 @@ def test_variant(variant: Prefill | Decode):
 @pytest.mark.parametrize("dtype", variants.DTYPES)
 def test_batch_does_not_change_a_row(dtype):
     batch_does_not_change_a_row(dtype)
+
+
+@pytest.mark.parametrize("dtype", variants.DTYPES)
+def test_router(dtype):
+    router_is_the_formula(dtype)
+    router_bears_bad_logits(dtype)
+
+
+@pytest.mark.parametrize("bits_down", [None, 8])
+@pytest.mark.parametrize(
+    "quantization", [Quantization(b, g) for b in variants.BITS for g in variants.GROUP_SIZES], ids=str
+)
+@pytest.mark.parametrize("dtype", variants.DTYPES)
+def test_block(quantization, dtype, bits_down):
+    block_is_its_parts(quantization, dtype, bits_down)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 90])  # dense and experts, decode and prefill

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_moe_fast import envs, variants
+from mlx_moe_fast import blocks, envs, variants
 from mlx_moe_fast.dispatch import ROWS_PER_EXPERT, TALLEST
 from mlx_moe_fast.eligibility import HELP
 from mlx_moe_fast.problem import Quantization
@@ -32,3 +32,8 @@ def test_tiles():
     for tile in variants.TILES.values():
         shared = round(variants.Prefill(Quantization(4, 64), "bf16", False, tile).shared_bytes / 1024)
         assert f"| {tile.m} | {tile.stages} | {tile.blocks_per_sm} | {shared} KB | {start[tile.m]} |" in lines
+
+
+@pytest.mark.parametrize("name", blocks.FORMS)
+def test_blocks(name):
+    assert f"| `{name}` |" in (ROOT / "docs" / "batched-decode.md").read_text()
