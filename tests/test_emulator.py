@@ -315,6 +315,16 @@ FAULTS = {
     "misaligned shared memory": ("ptx::sts64(4, make_uint2(1, 2));", "misaligned"),
     "misaligned access to global memory": ("ptx::load(reinterpret_cast<const u32*>(in + 1));", "misaligned"),
     "misaligned copy": ("ptx::cp_async16(0, in + 1);", "misaligned"),
+    "lanes that read what another wrote": (
+        "ptx::sts32(t * 4, t); __ballot_sync(0xFFFFFFFFu, true); out[t] = static_cast<u16>(ptx::lds32((t ^ 1) * 4));",
+        "no __syncwarp since thread",
+    ),
+    "lanes that write what another read": (
+        "ptx::sts32(t * 4, t); __syncwarp(); out[t] = static_cast<u16>(ptx::lds32((t ^ 1) * 4));\n"
+        "__ballot_sync(0xFFFFFFFFu, true); ptx::sts32(t * 4, 0);",
+        "no __syncwarp since thread",
+    ),
+    "copies to one place at once": ("ptx::cp_async16(t * 16, in); ptx::cp_async16(t * 16, in);", "is under way"),
     "a barrier that not all reach": (
         "if (t < 32) ptx::movmatrix_trans(t); else if (t < 40) ptx::movmatrix_trans(t);",
         "never come",
