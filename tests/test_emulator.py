@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import Case, around
+from cases import Case, around, few
 from checks import (
     bad_values_stay_in_their_row,
     batch_does_not_change_a_row,
@@ -18,6 +18,7 @@ from checks import (
     large_gates_saturate,
     neighbours_do_not_change_a_row,
     one_hot_rows_show_the_weights,
+    parts_add_up_in_order,
     permutation_is_the_formula,
     routing_is_a_stable_sort,
     run,
@@ -35,7 +36,7 @@ from sketches import Sketch, outcomes
 from mlx_moe_fast import jit, ops, variants
 from mlx_moe_fast.dispatch import Choice
 from mlx_moe_fast.problem import Quantization
-from mlx_moe_fast.variants import EXPERT_STRIP, TILES, Decode, Prefill
+from mlx_moe_fast.variants import EXPERT_STRIP, TILES, WARPS, Decode, Prefill
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -120,6 +121,25 @@ def test_batch_does_not_change_a_row(emulator, dtype):
     batch_does_not_change_a_row(dtype)
 
 
+@pytest.mark.parametrize("variant", [v for v in DECODE64 if v.kind == "dense"], ids=by_id)
+def test_parts_add_up_in_order(emulator, variant):
+    parts_add_up_in_order(variant)
+
+
+@pytest.mark.parametrize("kind", ["plain", "glu"])
+def test_an_expert_of_many_rows_is_read_once(emulator, kind):
+    """As many blocks as rows do no more than a block for each expert: one of them has the expert's rows."""
+    variant = next(v for v in DECODE64 if v.kind == kind)
+    for split in (1, WARPS):
+        counts = []
+        for experts in (12, 2):
+            case = Case(11, 1, 64, 64, experts, variant.quantization, variant.dtype, ids="one")
+            run(case, kind == "glu", Choice(variant.strip, split, "forced"))
+            counts.append([c["mma"] for _, c in emulator.counters])
+            emulator.counters.clear()
+        assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("variant", [v for v in DECODE64 if v.dtype == "fp16"], ids=by_id)
 def test_x_may_begin_anywhere(monkeypatch, variant):
     """A row-contiguous slice of an array begins at any of its elements."""
@@ -147,7 +167,7 @@ def test_sanitizers(monkeypatch):
                 run_dense(variant, shape)
             else:
                 cases = around(variant.strip.columns, variant.quantization, variant.dtype)
-                for case in (cases[2], cases[6]):
+                for case in (cases[2], cases[6], few(variant.quantization, variant.dtype)[1]):
                     run(case, variant.kind == "glu", shape)
 
 
