@@ -60,11 +60,16 @@ def run(case: Case, glu: bool, shape: Shape = None) -> mx.array:
     return out
 
 
-def run_matrix(variant: Decode, choice: Choice, rows: int, n: int, k: int) -> mx.array:
-    """Runs and checks a dense variant on one shape, with a bias if n is 136; returns the result."""
+def matrix(variant: Decode, rows: int, n: int, k: int) -> tuple[mx.array, ops.Weights]:
+    """x and weights of a dense product, with a bias if n is 136."""
     rng = np.random.default_rng(rows)
     weights = make_weights(rng, Projection(1, n, k, variant.quantization, variant.dtype, has_bias=n == 136))
-    x = floats(rng, (rows, k), variant.dtype)
+    return floats(rng, (rows, k), variant.dtype), weights
+
+
+def run_matrix(variant: Decode, choice: Choice, rows: int, n: int, k: int) -> mx.array:
+    """Runs and checks a dense variant on one shape; returns the result."""
+    x, weights = matrix(variant, rows, n, k)
     out = ops.dense_qmm(x, weights, choice)
     check(out, grouped(array(x), np.zeros(rows, np.int32), weights), variant.dtype)
     return out
@@ -150,18 +155,23 @@ def permutation_is_the_formula(bits: int, k: int) -> None:
     np.testing.assert_array_equal(array(ops.permute(x, bits)), expected)
 
 
-def exact_in_integers(variant: Prefill | Decode) -> None:
-    """Integer inputs and bias, scales of one: every sum is exact in fp32, so every bit must be right. Sums are larger
-    than 16 bits hold, so that a rounding before the bias would show."""
+def integers(variant: Prefill | Decode, rows: int, n: int) -> tuple[mx.array, np.ndarray, ops.Weights]:
+    """x, ids and weights of integers, with a bias and scales of one: every sum is exact in fp32. Sums are larger than
+    16 bits hold, so that a rounding before the bias would show."""
     q, rng, experts = variant.quantization, np.random.default_rng(1), experts_of(variant, 3)
-    p = Projection(experts, 136, 384, q, variant.dtype, has_bias=True)
+    p = Projection(experts, n, 384, q, variant.dtype, has_bias=True)
     weights = make_weights(rng, p)
     ones = mx.ones_like(weights.scales)
-    bias = mx.array(rng.integers(-99, 100, (experts, 136)).astype(np.float32)).astype(ones.dtype)
+    bias = mx.array(rng.integers(-99, 100, (experts, n)).astype(np.float32)).astype(ones.dtype)
     weights = ops.Weights(p, weights.weight & 0x11111111, ones, -ones, bias)  # weights of -1, 0 and, at 8 bits, to 16
     top = 100 if q.bits == 4 else 10
-    x = mx.array(rng.integers(-top, top + 1, (70, 384)).astype(np.float32)).astype(weights.scales.dtype)
-    ids = make_ids(rng, 70, 1, experts, "duplicates").flatten()
+    x = mx.array(rng.integers(-top, top + 1, (rows, 384)).astype(np.float32)).astype(weights.scales.dtype)
+    return x, make_ids(rng, rows, 1, experts, "duplicates").flatten(), weights
+
+
+def exact_in_integers(variant: Prefill | Decode) -> None:
+    """Of integers every bit must be right."""
+    x, ids, weights = integers(variant, 70, 136)
     reference = mx.array(grouped(array(x), ids, weights)).astype(x.dtype)
     for shape in shapes_of(variant):
         out = multiply(variant, shape, x, mx.array(ids), weights)
