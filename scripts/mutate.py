@@ -26,13 +26,23 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import checks  # noqa: E402
-from cases import Case, around  # noqa: E402
+from cases import Case, around, few  # noqa: E402
 from emulator import Emulator, Fault, build  # noqa: E402
 from numerics import array  # noqa: E402
 
 from mlx_moe_fast import jit, ops, variants  # noqa: E402
+from mlx_moe_fast.dispatch import Choice  # noqa: E402
 from mlx_moe_fast.problem import Quantization  # noqa: E402
-from mlx_moe_fast.variants import TILES, Prefill, Tile, Variant  # noqa: E402
+from mlx_moe_fast.variants import (  # noqa: E402
+    DENSE_STRIPS,
+    EXPERT_STRIP,
+    TILES,
+    WARPS,
+    Decode,
+    Prefill,
+    Tile,
+    Variant,
+)
 
 PAGE = ROOT / "docs" / "reliability.md"
 RUNS = ((0, True), (1, False), (0, False), (1, True))  # seed of the schedule; whether copies land late
@@ -42,11 +52,13 @@ RUNS = ((0, True), (1, False), (0, False), (1, True))  # seed of the schedule; w
 
 @dataclass(frozen=True)
 class Probe:
-    """A check, which may return a result that the schedule must not change, and the variants that it launches."""
+    """A check, which may return a result that the schedule must not change, and the variants that it launches. x begins
+    `skip` bytes into its buffer."""
 
     label: str
     variants: tuple[Variant, ...]
     check: Callable[[], mx.array | None]
+    skip: int = 0
 
 
 def plain(bits: int, group: int, dtype: str, tile: int | Tile) -> Prefill:
@@ -95,6 +107,40 @@ def nan_in_a_row() -> Probe:
     return Probe("bad_values_stay_in_their_row, NaN, tile 16", launched(variant), check)
 
 
+# Of decode. `split`: 1, WARPS, or EVEN for blocks that share a matrix evenly.
+EVEN = 0
+HOW = {1: "a warp for each row", WARPS: "warps share K", EVEN: "blocks share N"}
+
+
+def decode(kind: str, bits: int, group: int, dtype: str, columns: int = 8) -> Decode:
+    strip = DENSE_STRIPS[columns] if kind == "dense" else EXPERT_STRIP
+    return Decode(Quantization(bits, group), dtype, kind, strip)
+
+
+def matrix(variant: Decode, rows: int, n: int, k: int, split: int = WARPS, skip: int = 0) -> Probe:
+    """A dense product against the reference."""
+    choice = Choice(variant.strip, split, "") if split else checks.shapes_of(variant)[-1]
+    label = f"{variant.id}, {HOW[split]}, {rows} x {k} to {n}" + (f", x {skip} bytes on" if skip else "")
+    return Probe(label, (variant,), partial(checks.run_matrix, variant, choice, rows, n, k), skip)
+
+
+def routed(variant: Decode, case: Case, split: int = WARPS) -> Probe:
+    """A case against the reference; GLU is followed by the down projection."""
+    down = (Decode(variant.quantization, variant.dtype, "plain", variant.strip),) if variant.kind == "glu" else ()
+    check = partial(checks.run, case, variant.kind == "glu", Choice(variant.strip, split, ""))
+    return Probe(f"decode, {variant.kind}, {HOW[split]}, {case}", (variant, *down), check)
+
+
+def in_order(variant: Decode) -> Probe:
+    return Probe(f"parts_add_up_in_order, {variant.id}", (variant,), partial(checks.parts_add_up_in_order, variant))
+
+
+def near(variant: Decode, i: int, split: int = WARPS) -> Probe:
+    """Case i of `cases.around` and, from there on, of `cases.few`."""
+    q, dtype = variant.quantization, variant.dtype
+    return routed(variant, [*around(variant.strip.columns, q, dtype), *few(q, dtype)][i], split)
+
+
 # ---- the faults ------------------------------------------------------------------------------------------------------
 
 
@@ -111,12 +157,19 @@ class Mutation:
     sanitize: bool = False
 
 
-PREFILL, ROUTE, QUANT = "prefill_sm80.cu", "route.cu", "quant.cuh"
+PREFILL, ROUTE, QUANT, DECODE = "prefill_sm80.cu", "route.cu", "quant.cuh", "decode.cu"
 P, G = plain(4, 64, "bf16", 16), glu(4, 64, "bf16", 16)
 P8, G8 = plain(8, 64, "bf16", 16), glu(8, 64, "bf16", 16)
 P16, P8_16 = plain(4, 64, "fp16", 16), plain(8, 64, "fp16", 16)
 DEEP = plain(4, 64, "bf16", Tile(16, 3, 5, 2))  # three stages, which no tile has yet: groups of copies matter
+D, D32, D8, D8_128 = (decode("dense", b, g, "bf16") for b, g in ((4, 64), (4, 32), (8, 64), (8, 128)))
+E, EG = decode("plain", 4, 64, "bf16"), decode("glu", 4, 64, "bf16")
+# Rows, N and K for `matrix`.
+ONE, EDGE, PARTS, TAILS, LONG = (1, 8, 64), (5, 16, 320), (8, 128, 1024), (5, 136, 320), (7, 40, 1088)
 
+RING_BARRIER = (
+    "      __syncwarp();  // the pair has landed for all lanes, and all have read the one whose place is filled now\n"
+)
 REFILL = """\
       if (kb + C::kStages - 1 < k_blocks) {
         load_weights(w, w_up, p.n - weight_row0, bytes_left > 0, write);
@@ -896,6 +949,533 @@ MUTATIONS = [
         "a product rounded before the bias is added",
         special(checks.one_hot_rows_show_the_weights, P),
     ),
+    # Decode: the ring and the sums.
+    Mutation(
+        "warp barrier of the ring removed",
+        DECODE,
+        RING_BARRIER,
+        "",
+        "weights read before other lanes' copies have landed",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "ring waited for too laxly",
+        DECODE,
+        "ptx::cp_async_wait<C::kStages - 2>();",
+        "ptx::cp_async_wait<C::kStages - 1>();",
+        "one group of copies too many left under way",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "last copies not waited for",
+        DECODE,
+        "    ptx::cp_async_wait<0>();  // zeros, perhaps, that would land on the next rows' weights\n",
+        "",
+        "zeros that land on the weights of an expert's next rows",
+        near(E, 4),
+    ),
+    Mutation(
+        "place in the ring not advanced",
+        DECODE,
+        "      write = write + C::kStageBytes == end_of_ring ? ring() : write + C::kStageBytes;\n",
+        "",
+        "every pair of spans copied to one stage",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "pair in the ring not advanced",
+        DECODE,
+        "      read = read + C::kStageBytes == end_of_ring ? ring() : read + C::kStageBytes;\n",
+        "",
+        "every pair of spans read from one stage",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "weights not advanced",
+        DECODE,
+        "from[m] += kPair * kSpanBytes;",
+        "{}",
+        "the same spans of a row again and again",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "warp barrier before new scales removed",
+        DECODE,
+        "    __syncwarp();  // all have read the batch before\n",
+        "",
+        "scales overwritten while other lanes still read them",
+        matrix(D, 1, 8, 2048, split=1),
+    ),
+    Mutation(
+        "warp barrier before unaligned scales removed",
+        DECODE,
+        "    __syncwarp();  // all have read the batch before\n    if (whole_groups()) {\n",
+        "    if (whole_groups()) {\n      __syncwarp();\n",
+        "the same where a row's scales are read one by one",
+        matrix(D, *LONG, split=1),
+    ),
+    Mutation(
+        "barrier before the parts are added up removed",
+        DECODE,
+        "    multiply(count);\n    __syncthreads();\n",
+        "    multiply(count);\n",
+        "sums read before other warps have written them",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "barrier between passes removed",
+        DECODE,
+        "      if (first) __syncthreads();  // the sums have been read, and the rings may be filled again\n",
+        "",
+        "sums zeroed for the next rows while other warps still read them",
+        near(E, 4),
+    ),
+    Mutation(
+        "sums not zeroed",
+        DECODE,
+        "    set_zero();\n",
+        "",
+        "parts added to what was in memory",
+        matrix(D, *ONE),
+    ),
+    Mutation(
+        "sums kept after a part",
+        DECODE,
+        "          sums[t][j][c] = 0;\n",
+        "",
+        "a part counted again with the next",
+        matrix(D, *LONG, split=1),
+    ),
+    # Decode: parts and tails.
+    Mutation(
+        "last part dropped",
+        DECODE,
+        "w < kParts; ++w",
+        "w < kParts - 1; ++w",
+        "a quarter of K left out",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "parts overlap",
+        DECODE,
+        ": min(begin + part, pairs);",
+        ": min(begin + part + 1, pairs);",
+        "the first spans of a part counted twice",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "parts added up from the last",
+        DECODE,
+        "sum_of(w, column, row)",
+        "sum_of(kParts - 1 - w, column, row)",
+        "bits that depend on how many warps share K",
+        in_order(D),
+    ),
+    Mutation(
+        "parts not kept apart",
+        DECODE,
+        "if (--in_part == 0 || pair + 1 == end) {",
+        "if (--in_part < 0 || pair + 1 == end) {",
+        "bits that depend on how many warps share K",
+        in_order(D),
+    ),
+    Mutation(
+        "first scales of another part",
+        DECODE,
+        "load_scales(begin * kPair, first_scales);",
+        "load_scales(0, first_scales);",
+        "every part begins with the scales of the first",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "K tail of the ring off by one",
+        DECODE,
+        "bytes_left > 0",
+        "bytes_left >= 0",
+        "16 bytes past the end of a weight row",
+        matrix(D, *EDGE),
+        sanitize=True,
+    ),
+    Mutation(
+        "N tail of the ring off by one",
+        DECODE,
+        "+ i, p.n - 1);",
+        "+ i, p.n);",
+        "a weight row past the last",
+        matrix(D, *EDGE),
+        sanitize=True,
+    ),
+    Mutation(
+        "K tail of x not clamped",
+        DECODE,
+        "first = min(k, p.k - C::kUnit),",
+        "first = k,",
+        "x past the end of its last row",
+        matrix(D, *EDGE),
+        sanitize=True,
+    ),
+    Mutation(
+        "K tail of a span's second half of x not clamped",
+        DECODE,
+        "second = min(k + C::kUnit, p.k - C::kUnit);",
+        "second = k + C::kUnit;",
+        "x past the end of its last row",
+        matrix(D32, 5, 16, 288),
+        sanitize=True,
+    ),
+    Mutation(
+        "K tail of aligned scales off by one",
+        DECODE,
+        "      if (group < p.k / C::kGroup) {",
+        "      if (group <= p.k / C::kGroup) {",
+        "scales past the end of a row",
+        matrix(D, *PARTS),
+        sanitize=True,
+    ),
+    Mutation(
+        "biases past the end of K kept",
+        DECODE,
+        "inside ? bias : 0",
+        "bias",
+        "the sum of x past the end of K gets a bias",
+        matrix(D, *TAILS),
+    ),
+    Mutation(
+        "N tail of the sums off",
+        DECODE,
+        "own >= warp_rows() || n0 + feature >= p.n",
+        "own >= warp_rows()",
+        "the first features of the next row overwritten",
+        matrix(D, *EDGE),
+        sanitize=True,
+    ),
+    Mutation(
+        "even shares: tiles of the next block stored",
+        DECODE,
+        "own >= warp_rows() || n0 + feature >= p.n",
+        "n0 + feature >= p.n",
+        "zeros in the features of a neighbour",
+        matrix(D, *TAILS, split=EVEN),
+    ),
+    Mutation(
+        "even shares: first tile off by one",
+        DECODE,
+        "n0 = static_cast<int>(16 * first)",
+        "n0 = static_cast<int>(16 * first + 16)",
+        "every block begins a tile late",
+        matrix(D, *TAILS, split=EVEN),
+    ),
+    Mutation(
+        "even shares: remainder lost",
+        DECODE,
+        "static_cast<int>((unit + 1) * all / units - first)",
+        "static_cast<int>(all / units)",
+        "tiles that no block has",
+        matrix(D, *TAILS, split=EVEN),
+    ),
+    Mutation(
+        "even shares: odd tiles two at a time",
+        DECODE,
+        " && (C::kRouted || tiles % 2 == 0)",
+        "",
+        "a tile multiplied that was not copied",
+        matrix(D, *TAILS, split=EVEN),
+    ),
+    Mutation(
+        "N tail of the zeros dropped",
+        DECODE,
+        "i < pairs && n0 + 2 * i < p.n;",
+        "i < pairs;",
+        "the features of the next rows zeroed",
+        near(E, 10, split=1),
+        sanitize=True,
+    ),
+    Mutation(
+        "every warp has the first rows",
+        DECODE,
+        "return p.split == 1 ? warp : 0;",
+        "return 0;",
+        "warps that do not share K do the same",
+        near(E, 2, split=1),
+    ),
+    # Decode: which row, which expert.
+    Mutation(
+        "rows beyond the eighth lost",
+        DECODE,
+        "((1u << lane) - 1)) - first;",
+        "((1u << lane) - 1));",
+        "every pass has an expert's first rows",
+        near(E, 4),
+    ),
+    Mutation(
+        "negative ids lost",
+        DECODE,
+        "static_cast<int>(min(static_cast<u32>(id), static_cast<u32>(p.experts)))",
+        "min(id, p.experts)",
+        "ids out of range that no block looks for",
+        near(E, 6),
+    ),
+    Mutation(
+        "ids beyond the last lost",
+        DECODE,
+        "static_cast<int>(min(static_cast<u32>(id), static_cast<u32>(p.experts)))",
+        "id < 0 ? p.experts : id",
+        "ids out of range that no block looks for",
+        near(E, 6),
+    ),
+    Mutation(
+        "ids read past the end",
+        DECODE,
+        "found[j] = row < p.rows ?",
+        "found[j] = row <= p.rows ?",
+        "an id past the last",
+        near(E, 0),
+        sanitize=True,
+    ),
+    Mutation(
+        "rows past the end found",
+        DECODE,
+        "ptx::load(p.ids + row)) : -1;",
+        "ptx::load(p.ids + row)) : 0;",
+        "rows that do not exist, of the first expert",
+        near(E, 5),
+        sanitize=True,
+    ),
+    Mutation(
+        "later passes taken for another row's",
+        DECODE,
+        "(first == 0 && p.rows <= p.experts && block.row_of(0) != slot)",
+        "(p.rows <= p.experts && block.row_of(0) != slot)",
+        "rows beyond the eighth lost where there are few",
+        near(E, 9),
+    ),
+    Mutation(
+        "one slot too few looked at",
+        DECODE,
+        "expert = p.rows <= p.experts ?",
+        "expert = p.rows < p.experts ?",
+        "as many rows as experts, and no block for the ids out of range",
+        near(E, 10),
+    ),
+    Mutation(
+        "ids of the pass before",
+        DECODE,
+        "if (begin || first) load_ids",
+        "if (begin) load_ids",
+        "the last ids that were loaded taken for the first",
+        near(E, 11),
+    ),
+    Mutation(
+        "only the first ids",
+        DECODE,
+        "begin < p.rows; begin += 32 * kIds",
+        "begin < min(p.rows, 32 * kIds); begin += 32 * kIds",
+        "rows beyond the first 256 never found",
+        near(E, 11),
+    ),
+    Mutation(
+        "x of another token",
+        DECODE,
+        "C::kRouted ? row / p.x_div : row",
+        "row",
+        "a token's row taken for another",
+        near(E, 6),
+        sanitize=True,
+    ),
+    Mutation(
+        "columns without a row not repeated",
+        DECODE,
+        "x_of(min(8 * b + lane / 4, count - 1))",
+        "x_of(8 * b + lane / 4)",
+        "rows that were never listed",
+        near(E, 0),
+    ),
+    Mutation(
+        "decode: weights of expert 0",
+        DECODE,
+        "(static_cast<i64>(expert) * p.n + first_row) * row_bytes",
+        "static_cast<i64>(first_row) * row_bytes",
+        "the expert's offset lost",
+        near(E, 4),
+    ),
+    Mutation(
+        "decode: scales of expert 0",
+        DECODE,
+        "(static_cast<i64>(expert) * p.n + weight_row(t, row)) * (p.k",
+        "static_cast<i64>(weight_row(t, row)) * (p.k",
+        "the expert's offset lost",
+        near(E, 4),
+    ),
+    Mutation(
+        "decode: bias of expert 0",
+        DECODE,
+        "values + static_cast<i64>(expert) * p.n + n0 + feature",
+        "values + n0 + feature",
+        "the expert's offset lost",
+        near(E, 4),
+    ),
+    Mutation(
+        "decode: has_bias ignored",
+        DECODE,
+        "return p.has_bias ? T::to_float(ptx::ldg16(values + static_cast<i64>(expert) * p.n + n0 + feature)) : 0.0f;",
+        "return T::to_float(ptx::ldg16(values + static_cast<i64>(expert) * p.n + n0 + feature));",
+        "something else added where there is no bias",
+        matrix(D, *ONE),
+    ),
+    Mutation(
+        "decode: bias dropped",
+        DECODE,
+        "row + h) + bias(p.bias, feature + h);",
+        "row + h);",
+        "sums without their bias",
+        matrix(D, *TAILS),
+    ),
+    # Decode: numbers.
+    Mutation(
+        "offset of the integers left in",
+        DECODE,
+        "bias - T::template kOffset<C::kBits> * scale",
+        "bias",
+        "128 too much in each weight",
+        matrix(D, *ONE),
+    ),
+    Mutation(
+        "scales of the rows 8 above",
+        DECODE,
+        "C::kScalePitch + half * 64);",
+        "C::kScalePitch);",
+        "half of a tile's rows with other rows' scales",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "second span with the first one's scales",
+        DECODE,
+        "i * C::kSpan / C::kGroup;",
+        "0 * i;",
+        "a group of scales used twice",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "a group of scales for each pair",
+        DECODE,
+        "in_batch % (C::kGroup / C::kSpan) == 0",
+        "in_batch % kPair == 0",
+        "groups longer than a pair of spans counted twice",
+        matrix(D8_128, *PARTS),
+    ),
+    Mutation(
+        "sum of x of the first group for both",
+        DECODE,
+        "T::mma(total[g][j], ones, b[g][s][j][0], b[g][s][j][1]);",
+        "T::mma(total[g][j], ones, b[0][s][j][0], b[0][s][j][1]);",
+        "offset and bias with the wrong sum of x",
+        matrix(D32, 5, 136, 288),
+    ),
+    Mutation(
+        "half of x left out of its sum",
+        DECODE,
+        "T::mma(total[g][j], ones, b[g][s][j][0], b[g][s][j][1]);",
+        "T::mma(total[g][j], ones, b[g][s][j][0], 0);",
+        "offset and bias with the wrong sum of x",
+        matrix(D, *ONE),
+    ),
+    Mutation(
+        "second x ahead not used",
+        DECODE,
+        "pair_up(tokens[i % C::kAhead], b);",
+        "pair_up(tokens[0], b);",
+        "weights and x of different spans",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "x one span ahead instead of two",
+        DECODE,
+        "(pair * kPair + i + C::kAhead) * C::kSpan",
+        "(pair * kPair + i + 1) * C::kSpan",
+        "weights and x of different spans",
+        matrix(D, *PARTS),
+    ),
+    Mutation(
+        "x of an 8-bit word mixed up",
+        DECODE,
+        "(word ? v.z : v.x)",
+        "(word ? v.y : v.x)",
+        "bytes multiplied with their neighbours' x",
+        matrix(D8, *ONE),
+    ),
+    Mutation(
+        "decode: nibbles of the wrong step",
+        DECODE,
+        "2 * e + i / 2",
+        "e + 2 * (i / 2)",
+        "steps and halves exchanged inside a word",
+        matrix(D, *ONE),
+    ),
+    Mutation(
+        "halves of a span of two groups mixed up",
+        DECODE,
+        "lane % 2 * 256 + lane / 4 * 16",
+        "lane % 2 * 16 + lane / 4 * 32",
+        "words of other rows",
+        matrix(D32, 5, 136, 288),
+    ),
+    Mutation(
+        "decode: features of a pair exchanged",
+        DECODE,
+        "T::pack(pair[0], pair[1])",
+        "T::pack(pair[1], pair[0])",
+        "neighbours exchanged",
+        matrix(D, *ONE),
+    ),
+    Mutation(
+        "decode: gate and up exchanged",
+        DECODE,
+        "return C::kGlu && t % 2;",
+        "return C::kGlu && t % 2 == 0;",
+        "silu(up) * gate",
+        near(EG, 0),
+    ),
+    Mutation(
+        "decode: bias of the gate for both",
+        DECODE,
+        "bias(p.bias_up, feature + h)",
+        "bias(p.bias, feature + h)",
+        "up gets the bias of gate",
+        near(EG, 4),
+    ),
+    Mutation(
+        "tiles of gate and up taken for one matrix",
+        DECODE,
+        "C::kGlu ? own / 16 * 32 + own % 16 : own",
+        "own",
+        "features of up among those of gate",
+        near(EG, 0),
+    ),
+    Mutation(
+        "x at any address taken for aligned",
+        DECODE,
+        "    if (reinterpret_cast<u64>(p.x) % 16) return run_slowly(count);\n",
+        "",
+        "loads that hardware refuses",
+        matrix(D, *ONE, skip=2),
+    ),
+    Mutation(
+        "step by step: nibbles exchanged",
+        DECODE,
+        ">> (k % 2 * 4) & 15",
+        ">> ((1 - k % 2) * 4) & 15",
+        "neighbouring weights exchanged",
+        matrix(D, *ONE, skip=2),
+    ),
+    Mutation(
+        "step by step: N tail dropped",
+        DECODE,
+        "      if (n0 + feature >= p.n) continue;\n      float value",
+        "      float value",
+        "weight rows past the last",
+        matrix(D, *ONE, skip=2),
+        sanitize=True,
+    ),
 ]
 
 
@@ -935,7 +1515,7 @@ def complaint(probe: Probe, sanitize: bool = False, mutation: Mutation | None = 
     for seed, late in RUNS:
 
         def launch(variant: Variant, *args, seed: int = seed, late: bool = late, **kwargs) -> list[mx.array]:
-            emulator = Emulator(seed, late, sanitize, seen_by(variant, mutation))
+            emulator = Emulator(seed, late, sanitize, seen_by(variant, mutation), skip=probe.skip)
             return emulator.launch(variant, *args, **kwargs)
 
         try:

@@ -2,8 +2,8 @@
 
     python scripts/record_outputs.py h200
 
-Some cases of `cases.around` for every variant of the shortest tile, outputs as raw 16-bit integers, and hashes of the
-routing lists and permuted activations.
+Some small cases for every prefill variant of the shortest tile and every decode variant of groups of 64: outputs as raw
+16-bit integers, and hashes of the routing lists and permuted activations.
 """
 
 import argparse
@@ -19,11 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from cases import Case, around  # noqa: E402
+from checks import integers, matrix, multiply, shapes_of  # noqa: E402
 
 from mlx_moe_fast import bench, ops, variants  # noqa: E402
-from mlx_moe_fast.variants import Prefill  # noqa: E402
+from mlx_moe_fast.variants import Decode, Prefill  # noqa: E402
 
-CASES = (0, 1, 2, 8)  # small ones: a K tail, an N tail, several tiles, mostly empty experts
+CASES = (0, 1, 2, 8)  # of `around`: a K tail, an N tail, several tiles, mostly empty experts
+EXACT = "integers"  # the name of the case in which every bit has to be right
 
 
 def raw(array: mx.array) -> np.ndarray:
@@ -32,7 +34,7 @@ def raw(array: mx.array) -> np.ndarray:
 
 
 def compute(variant: Prefill, case: Case) -> tuple[np.ndarray, str]:
-    """What a variant writes for a case (GLU: the hidden activations), and the hash of what it was routed by."""
+    """What a prefill variant writes for a case (GLU: the hidden activations), and the hash of what it was routed by."""
     x, ids, gate, up, _ = case.arrays()
     bits = variant.quantization.bits
     routing = ops.route(ids.flatten(), x, case.experts, bits, variant.tile)
@@ -44,9 +46,62 @@ def compute(variant: Prefill, case: Case) -> tuple[np.ndarray, str]:
     return raw(out), hashlib.sha256(lists).hexdigest()[:16]
 
 
-def recorded_variants() -> list[Prefill]:
-    """Every prefill variant of the shortest tile."""
-    return [v for v in variants.all_variants() if isinstance(v, Prefill) and v.tile.m == min(variants.TILES)]
+def compute_few(variant: Decode) -> dict[str, np.ndarray]:
+    """What a decode variant writes, by the name of a case: each way to share the work in turn on another small problem
+    with tails, and one of integers."""
+    q, dtype, columns = variant.quantization, variant.dtype, variant.strip.columns
+    g, block = q.group_size, 1024 // q.bits
+    outs = {}
+    if variant.kind == "dense":
+        shapes = [(columns - 1, 24, 4 * block), (columns, 24, 17 * g), (columns // 2 + 1, 40, block + g)]
+        for i, (choice, shape) in enumerate(zip(shapes_of(variant), shapes, strict=True)):
+            outs[str(i)] = ops.dense_qmm(*matrix(variant, *shape), choice)
+    else:
+        cases = [
+            Case(9, 1, 4 * block, g, 12, q, dtype, ids="one"),
+            Case(5, 2, 17 * g, g, 4, q, dtype, has_bias=True, ids="bad"),
+        ]
+        for i, (choice, case) in enumerate(zip(shapes_of(variant), cases, strict=True)):
+            x, ids, gate, up, _ = case.arrays()
+            weights = (gate, up) if variant.kind == "glu" else (gate,)
+            outs[str(i)] = ops._decode(x, ids.flatten(), choice, *weights)
+    if variant.kind != "glu":
+        x, ids, weights = integers(variant, 9, 24)
+        outs[EXACT] = multiply(variant, shapes_of(variant)[-1], x, mx.array(ids), weights)
+    return {name: raw(out) for name, out in outs.items()}
+
+
+def recorded_variants() -> list[Prefill | Decode]:
+    """Every prefill variant of the shortest tile, every decode variant of groups of 64."""
+    return [
+        v
+        for v in variants.all_variants()
+        if (isinstance(v, Prefill) and v.tile.m == min(variants.TILES))
+        or (isinstance(v, Decode) and v.quantization.group_size == 64)
+    ]
+
+
+def outputs(variant: Prefill | Decode) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """What a variant writes, and the hashes of what it was routed by, under the names that they have in the file."""
+    if isinstance(variant, Decode):
+        return {f"{variant.id}/{name}": out for name, out in compute_few(variant).items()}, {}
+    values, routes = {}, {}
+    for i in CASES:
+        key = f"{variant.id}/{i}"
+        case = around(variant.tile.m, variant.quantization, variant.dtype)[i]
+        values[key], routes[f"{key}/route"] = compute(variant, case)
+    return values, routes
+
+
+def record(path: Path, about: dict) -> int:
+    """Writes the file; returns how many outputs it has."""
+    values, routes = {}, {}
+    for variant in recorded_variants():
+        more, hashes = outputs(variant)
+        values.update(more)
+        routes.update(hashes)
+    np.savez_compressed(path, about=json.dumps(about), routes=json.dumps(routes), **values)
+    return len(values)
 
 
 def main() -> None:
@@ -55,17 +110,9 @@ def main() -> None:
     name = parser.parse_args().name
     if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
         sys.exit("record_outputs needs an NVIDIA GPU and MLX's CUDA build")
-    values, routes = {}, {}
-    for variant in recorded_variants():
-        for i in CASES:
-            key = f"{variant.id}/{i}"
-            values[key], routes[f"{key}/route"] = compute(
-                variant, around(variant.tile.m, variant.quantization, variant.dtype)[i]
-            )
-    about = json.dumps({**bench.machine(), **bench.versions(), "commit": bench.commit()})
     path = ROOT / "tests" / "data" / f"{name}.npz"
-    np.savez_compressed(path, about=about, routes=json.dumps(routes), **values)
-    print(f"{path}: {len(values)} outputs")
+    count = record(path, {**bench.machine(), **bench.versions(), "commit": bench.commit()})
+    print(f"{path}: {count} outputs")
 
 
 if __name__ == "__main__":

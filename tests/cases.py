@@ -120,3 +120,13 @@ def around(tile: int, quantization: Quantization, dtype: str) -> list[Case]:
         make(40, 4, 512, 128 + g, 5, ids="sorted"),
         make(3, 4, 128 + g, 128, 64),  # most experts empty
     ]
+
+
+def few(quantization: Quantization, dtype: str) -> list[Case]:
+    """Routings that a kernel meets which looks through the ids itself."""
+    g = quantization.group_size
+    return [
+        Case(11, 1, g, g, 12, quantization, dtype, ids="one"),  # fewer rows than experts, and one has more than eight
+        Case(12, 1, g, g, 12, quantization, dtype, ids="bad"),  # as many rows as experts
+        Case(290, 1, g, g, 40, quantization, dtype, ids="duplicates"),  # more ids than are loaded at once
+    ]

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import numpy as np
-from cases import Case, around, floats, make_ids, make_weights
+from cases import Case, around, few, floats, make_ids, make_weights
 from numerics import array, check, grouped, moe_glu, router_reference
 
 from mlx_moe_fast import ops, variants
@@ -60,19 +60,27 @@ def run(case: Case, glu: bool, shape: Shape = None) -> mx.array:
     return out
 
 
+def matrix(variant: Decode, rows: int, n: int, k: int) -> tuple[mx.array, ops.Weights]:
+    """x and weights of a dense product, with a bias if n is 136."""
+    rng = np.random.default_rng(rows)
+    weights = make_weights(rng, Projection(1, n, k, variant.quantization, variant.dtype, has_bias=n == 136))
+    return floats(rng, (rows, k), variant.dtype), weights
+
+
+def run_matrix(variant: Decode, choice: Choice, rows: int, n: int, k: int) -> mx.array:
+    """Runs and checks a dense variant on one shape; returns the result."""
+    x, weights = matrix(variant, rows, n, k)
+    out = ops.dense_qmm(x, weights, choice)
+    check(out, grouped(array(x), np.zeros(rows, np.int32), weights), variant.dtype)
+    return out
+
+
 def run_dense(variant: Decode, choice: Choice) -> list[mx.array]:
     """Runs and checks a dense variant around its strip: rows, tails in N and K, rows of scales of any alignment."""
-    q, columns, outs = variant.quantization, variant.strip.columns, []
-    g, block = q.group_size, 1024 // q.bits  # elements of K that a lane's aligned scales belong to
+    columns, g = variant.strip.columns, variant.quantization.group_size
+    block = 1024 // variant.quantization.bits  # elements of K that a lane's aligned scales belong to
     shapes = [(1, 8, g), (columns, 128, 4 * block), (columns // 2 + 1, 136, block + g), (columns - 1, 40, 17 * g)]
-    for rows, n, k in shapes:
-        rng = np.random.default_rng(rows)
-        weights = make_weights(rng, Projection(1, n, k, q, variant.dtype, has_bias=n == 136))
-        x = floats(rng, (rows, k), variant.dtype)
-        out = ops.dense_qmm(x, weights, choice)
-        check(out, grouped(array(x), np.zeros(rows, np.int32), weights), variant.dtype)
-        outs.append(out)
-    return outs
+    return [run_matrix(variant, choice, *shape) for shape in shapes]
 
 
 def run_variant(variant: Prefill | Decode) -> None:
@@ -83,7 +91,10 @@ def run_variant(variant: Prefill | Decode) -> None:
             continue
         glu = variant.glu if isinstance(variant, Prefill) else variant.kind == "glu"
         rows = variant.tile.m if isinstance(variant, Prefill) else variant.strip.columns
-        for case in around(rows, variant.quantization, variant.dtype):
+        cases = around(rows, variant.quantization, variant.dtype)
+        if isinstance(variant, Decode):
+            cases += few(variant.quantization, variant.dtype)
+        for case in cases:
             run(case, glu, shape)
 
 
@@ -105,6 +116,20 @@ def batch_does_not_change_a_row(dtype: str) -> None:
         for choice in (None, *(Choice(EXPERT_STRIP, split, "") for split in (1, WARPS))):
             out = ops.moe_glu(x[:rows], ids[:rows].flatten(), gate, up, down, choice)
             np.testing.assert_array_equal(array(out), full[: 2 * rows])
+
+
+def parts_add_up_in_order(variant: Decode) -> None:
+    """Where all of K cancels but what fp32 rounds away, bits are still the same however warps and blocks share a dense
+    matrix: the parts of K are added up in one order."""
+    rng, k = np.random.default_rng(6), 8192 // variant.quantization.bits  # four parts of four spans
+    weights = make_weights(rng, Projection(1, 24, k // 2, variant.quantization, variant.dtype))
+    twice = (mx.concatenate([a, a], axis=-1) for a in (weights.weight, weights.scales, weights.biases))
+    weights = ops.Weights(Projection(1, 24, k, variant.quantization, variant.dtype), *twice)
+    x = floats(rng, (variant.strip.columns, k // 2), variant.dtype) * 1024
+    first, *others = (array(ops.dense_qmm(mx.concatenate([x, -x], axis=-1), weights, s)) for s in shapes_of(variant))
+    assert first.any()
+    for other in others:
+        np.testing.assert_array_equal(other, first)
 
 
 def routing_is_a_stable_sort(rows: int, tile: Tile, kind: str, experts: int = 67) -> None:
@@ -130,18 +155,23 @@ def permutation_is_the_formula(bits: int, k: int) -> None:
     np.testing.assert_array_equal(array(ops.permute(x, bits)), expected)
 
 
-def exact_in_integers(variant: Prefill | Decode) -> None:
-    """Integer inputs and bias, scales of one: every sum is exact in fp32, so every bit must be right. Sums are larger
-    than 16 bits hold, so that a rounding before the bias would show."""
+def integers(variant: Prefill | Decode, rows: int, n: int) -> tuple[mx.array, np.ndarray, ops.Weights]:
+    """x, ids and weights of integers, with a bias and scales of one: every sum is exact in fp32. Sums are larger than
+    16 bits hold, so that a rounding before the bias would show."""
     q, rng, experts = variant.quantization, np.random.default_rng(1), experts_of(variant, 3)
-    p = Projection(experts, 136, 384, q, variant.dtype, has_bias=True)
+    p = Projection(experts, n, 384, q, variant.dtype, has_bias=True)
     weights = make_weights(rng, p)
     ones = mx.ones_like(weights.scales)
-    bias = mx.array(rng.integers(-99, 100, (experts, 136)).astype(np.float32)).astype(ones.dtype)
+    bias = mx.array(rng.integers(-99, 100, (experts, n)).astype(np.float32)).astype(ones.dtype)
     weights = ops.Weights(p, weights.weight & 0x11111111, ones, -ones, bias)  # weights of -1, 0 and, at 8 bits, to 16
     top = 100 if q.bits == 4 else 10
-    x = mx.array(rng.integers(-top, top + 1, (70, 384)).astype(np.float32)).astype(weights.scales.dtype)
-    ids = make_ids(rng, 70, 1, experts, "duplicates").flatten()
+    x = mx.array(rng.integers(-top, top + 1, (rows, 384)).astype(np.float32)).astype(weights.scales.dtype)
+    return x, make_ids(rng, rows, 1, experts, "duplicates").flatten(), weights
+
+
+def exact_in_integers(variant: Prefill | Decode) -> None:
+    """Of integers every bit must be right."""
+    x, ids, weights = integers(variant, 70, 136)
     reference = mx.array(grouped(array(x), ids, weights)).astype(x.dtype)
     for shape in shapes_of(variant):
         out = multiply(variant, shape, x, mx.array(ids), weights)

@@ -101,8 +101,15 @@ struct Pending {
   }
 };
 
+// Who has last written or read a word of shared memory, and when: `syncs` of the warp.
+struct Touch {
+  unsigned thread, syncs;
+  bool others;  // of the warp have as well
+};
+
 struct Block {
   std::uint32_t fences = 1;
+  unsigned syncs = 1, warp_syncs[kMaxThreads / 32] = {};  // barriers, and each warp's __syncwarp
   Barrier barriers[kBarriers];
   std::map<unsigned, Mbarrier> mbarriers;                       // by address
   std::map<unsigned, Pending> copies, matmuls;                  // by thread, by warp
@@ -115,6 +122,8 @@ Thread* running;
 Fiber scheduler;
 Meeting meetings[2][kMaxThreads / 32];  // of each warp, of each warpgroup
 std::uint32_t written[kMaxShared];      // the block's fences when each byte was written, or one of the constants
+Touch writers[kMaxShared / 4 + 1], readers[kMaxShared / 4 + 1];  // of each word
+bool copied_to[kMaxShared / 16 + 1];                             // by a copy under way
 alignas(16) unsigned char stacks[kMaxThreads][kStack];
 
 std::span<Thread> threads_of(unsigned warp) {
@@ -236,6 +245,7 @@ bool unblock() {
     land();
   } else if (block.barriers[0].arrived == alive) {
     block.barriers[0].end_phase();
+    ++block.syncs;
   } else {
     run_as(*std::ranges::find_if_not(threads, &Thread::ended));
     running->complain();
@@ -256,6 +266,9 @@ void run_block(unsigned index) {
   block = {};
   std::memset(shared, 0xFF, shared_size);
   std::fill_n(written, shared_size, kNever);
+  std::fill_n(writers, shared_size / 4 + 1, Touch{});
+  std::fill_n(readers, shared_size / 4 + 1, Touch{});
+  std::fill_n(copied_to, shared_size / 16 + 1, false);
   ++block_phase;
   // With an odd seed a warp runs on while it can, so that it gets far ahead of the others: a draw for every step keeps
   // them close, and a race that takes a lead of many steps would not show.
@@ -319,6 +332,7 @@ const void* rendezvous(const char* name, unsigned size, const void* operand, std
   meeting.operation = name;
   unsigned char* operands = meeting.operands[meeting.phase % 2];
   std::memcpy(operands + running->index % size * bytes, operand, bytes);
+  if (meeting.arrived + 1 == size && !std::strcmp(name, "syncwarp")) ++block.warp_syncs[running->index / 32];
   arrive(meeting, size, [=] { fail("waits in %s for lanes that never come", name); });
   return operands;
 }
@@ -326,6 +340,7 @@ const void* rendezvous(const char* name, unsigned size, const void* operand, std
 void barrier(unsigned id, unsigned count, bool wait) {
   if (id >= kBarriers || count % 32) fail("there is no barrier %u of %u threads", id, count);
   const Effect complain = [=] { fail("waits at barrier %u for threads that never come", id); };
+  if (count) ++block.syncs;
   arrive(block.barriers[id], count, wait ? complain : nullptr);
 }
 
@@ -347,27 +362,57 @@ void mbarrier_wait(unsigned address, unsigned parity) {
     fail("waits for the phase of parity %u of the mbarrier at %u, which never ends", parity, address);
   };
   while (m.phase % 2 == parity) wait(m.phase, m.phase, complain);
+  ++block.syncs;
 }
 
 void proxy_fence() { ++block.fences; }
-unsigned char* shared_bytes(unsigned address, unsigned bytes, Purpose purpose) {
-  const bool write = purpose == kWrite || purpose == kAsyncWrite, async = purpose >= kAsyncRead;
+
+void check_place(unsigned address, unsigned bytes) {
   if (address % std::min(bytes, 16u)) fail("%u bytes of shared memory at %u are misaligned", bytes, address);
   if (address + std::uint64_t{bytes} > shared_size)
     fail("shared memory ends at %u, touched are %u bytes at %u", shared_size, bytes, address);
+}
+
+// Two lanes of a warp that touch a word, one of them to write, have to meet at a barrier in between. Other operations
+// bring lanes together too, but order no memory. That warps have not met shows in the results.
+void touch(unsigned address, unsigned bytes, bool write) {
+  const unsigned me = running->index, now = block.syncs + block.warp_syncs[me / 32];
+  const auto here = [=](const Touch& t) { return t.syncs == now && t.thread / 32 == me / 32; };
+  const auto races = [=](const Touch& t) { return here(t) && (t.others || t.thread != me); };
+  for (unsigned word = address / 4; word <= (address + bytes - 1) / 4; ++word) {
+    for (const Touch& t : {writers[word], write ? readers[word] : Touch{}}) {
+      if (races(t))
+        fail("%u bytes of shared memory at %u are touched, and no __syncwarp since thread %u did", bytes, address,
+             t.thread);
+    }
+    Touch& own = (write ? writers : readers)[word];
+    own = {me, now, races(own)};
+  }
+}
+
+unsigned char* shared_bytes(unsigned address, unsigned bytes, Purpose purpose) {
+  const bool write = purpose == kWrite || purpose == kAsyncWrite, async = purpose >= kAsyncRead;
+  check_place(address, bytes);
   std::uint32_t *first = written + address, *last = first + bytes;
   if (!write && std::find(first, last, kNever) != last)
     fail("%u bytes of shared memory at %u are read and were never written", bytes, address);
   if (async && std::find(first, last, block.fences) != last)
     fail("no proxy fence between a write and an asynchronous access to %u bytes at %u", bytes, address);
   if (write) std::fill(first, last, async ? kAsynchronously : block.fences);
+  if (!async) touch(address, bytes, write);
   return shared + address;
 }
 
 void copy_async(unsigned destination, const void* source, unsigned bytes, bool valid) {
   note(kShared, destination, bytes);
   if (valid) note(kGlobal, aligned(source, bytes), bytes);
-  own(kCopies).start([=] {
+  check_place(destination, bytes);
+  touch(destination, bytes, true);
+  bool& under_way = copied_to[destination / 16];
+  if (under_way) fail("%u bytes are copied to %u, where another copy is under way", bytes, destination);
+  under_way = true;
+  own(kCopies).start([=, &under_way] {
+    under_way = false;
     unsigned char* to = shared_bytes(destination, bytes, kWrite);
     valid ? std::memcpy(to, source, bytes) : std::memset(to, 0, bytes);
   });
