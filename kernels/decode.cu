@@ -173,7 +173,7 @@ struct Block {
       if (t == tiles) break;
       const unsigned char* tile = from[is_up(t)] + apart[t];
       ptx::cp_async16(to + t * C::kTileBytes, tile, valid);
-      const int below = (weight_row(t, 8) - weight_row(t, 0)) * row_bytes;
+      const int below = weight_row(t, 8) - weight_row(t, 0) == 8 ? 8 * row_bytes : 0;  // all eight rows exist, or none
       ptx::cp_async16(to + t * C::kTileBytes + (C::kGroups == 2 ? 128 : 256), tile + below, valid);
     }
 #pragma unroll
