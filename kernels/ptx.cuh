@@ -103,6 +103,19 @@ DEVICE uint4 ldmatrix_x4(Smem row) {
   return v;
 }
 
+// The largest and the smallest of a warp's values, for every lane.
+DEVICE u32 redux_max(u32 v) {
+  u32 d;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(d) : "r"(v));
+  return d;
+}
+
+DEVICE u32 redux_min(u32 v) {
+  u32 d;
+  asm volatile("redux.sync.min.u32 %0, %1, 0xFFFFFFFF;" : "=r"(d) : "r"(v));
+  return d;
+}
+
 // Transposes an 8x8 matrix of 16-bit values that lies across the warp.
 DEVICE u32 movmatrix_trans(u32 a) {
   u32 d;

@@ -1,33 +1,47 @@
 // Router logits -> top-k experts and their weights, one warp a token.
 //
-//   ids[token, j]      the j-th largest logit's expert; of equal ones the lower index; NaN counts as the largest
-//   weights[token, j]  e^logit / sum of e^logit, over the top-k (kOverAll == 0) or over all experts, in fp32
-//   counters[i] = 0    for whoever counts its blocks next (decode.cu)
-//
-// A softmax whose top-k is normalised again is the softmax of the top-k.
-#include "quant.cuh"
+//   score                of an expert: its part of the softmax over all experts, or the sigmoid of its logit
+//   choice               score + the expert's bias, if there is one; the logit where its order is the same
+//   groups               all but the best top_groups lose: the choice of their experts becomes `dropped`. Experts of a
+//                        group are neighbours; a group is as good as its best choice, or as the sum of its best two
+//   ids[token, j]        the expert of the j-th largest choice; of equal ones the lower index; NaN counts as the largest
+//   weights[token, j]    score * scale, if `normalise` over (sum of the top-k's scores + eps)
+//   counters[i] = 0      for whoever counts its blocks next (decode.cu)
+#include "ptx.cuh"
 
 enum : int {
   kWarps = 4,
   kThreads = 32 * kWarps,
-  kMost = 16,  // logits of a lane: 512 experts
+  kMost = 16,  // experts of a lane: lane + 32 i
 };
+enum Numbers : int { kNone, kFp32, kBf16, kFp16 };
 
-using T = MOE_DTYPE;
-
-// Larger logits have larger keys; 0 is nobody's.
-DEVICE u32 order_key(float logit) {
-  const u32 bits = __float_as_uint(logit);
-  if (logit != logit) return 0xFFFFFFFFu;
-  if (logit == 0) return 0x80000000u;  // of either sign
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+DEVICE float number(const void* array, int kind, i64 i) {
+  if (kind == kFp32) return ptx::load(static_cast<const float*>(array) + i);
+  const u16 bits = ptx::ldg16(static_cast<const u16*>(array) + i);
+  return kind == kBf16 ? ptx::bf16_to_float(bits) : ptx::fp16_to_float(bits);
 }
 
-DEVICE float logit_of(u32 key) {
+// A lane's `count` numbers, 32 apart, all under way before the first is needed.
+DEVICE void load_numbers(float (&numbers)[kMost], const void* array, int kind, i64 first, int count) {
+  if (kind == kFp32) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) numbers[i] = i < count ? number(array, kFp32, first + 32 * i) : 0;
+  } else if (kind != kNone) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) numbers[i] = i < count ? number(array, kind, first + 32 * i) : 0;
+  }
+}
+
+// Larger values have larger keys, zeros of either sign the same; a NaN's is the largest, and 0 is nobody's.
+DEVICE u32 order_key(float value) {
+  const u32 bits = __float_as_uint(value + 0.0f);
+  return value == value ? bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u) : 0xFFFFFFFFu;
+}
+
+DEVICE float value_of(u32 key) {
   return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);  // the largest key is a NaN again
 }
-
-DEVICE float exp_above(float logit, float largest) { return ptx::exp2_approx(1.4426950408889634f * (logit - largest)); }
 
 DEVICE float warp_sum(float v) {
 #pragma unroll
@@ -35,9 +49,54 @@ DEVICE float warp_sum(float v) {
   return v;
 }
 
+// e^(logit - largest) if softmax, whose part of `whole` is the score; else what the sigmoid is made of. Accurate, unlike
+// ex2.approx: a choice between experts may hang on it.
+DEVICE float power(float logit, bool softmax, float largest) { return expf(softmax ? logit - largest : -logit); }
+
+// How good the group of experts [begin, begin + size) is: the sum of its `best` best choices.
+DEVICE float group_value(const u32 (&keys)[kMost], int lane, u32 begin, u32 size, int best) {
+  u32 first = 0, second = 0;  // of this lane
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const u32 key = static_cast<u32>(lane + 32 * i) - begin < size ? keys[i] : 0;
+    second = max(second, min(first, key));
+    first = max(first, key);
+  }
+  const u32 largest = ptx::redux_max(first);
+  if (best == 1) return value_of(largest);
+  const u32 holders = __ballot_sync(0xFFFFFFFFu, first == largest);
+  const bool taken = first == largest && holders << (31 - lane) == 0x80000000u;  // by the first of the holders
+  return value_of(largest) + value_of(ptx::redux_max(taken ? second : first));
+}
+
+DEVICE void limit_groups(u32 (&keys)[kMost], int lane, int experts, int groups, int top_groups, int best, u32 dropped) {
+  const u32 size = static_cast<u32>(experts / groups);
+  u32 mine = 0;  // key of group `lane`
+#pragma unroll 1
+  for (int group = 0; group < groups; ++group) {
+    const float value = group_value(keys, lane, group * size, size, best);
+    if (lane == group) mine = order_key(value);
+  }
+#pragma unroll 1
+  for (int n = 0; n < top_groups; ++n) {
+    const u32 largest = ptx::redux_max(mine);
+    const int winner = static_cast<int>(ptx::redux_min(mine == largest ? lane : 32));
+    if (lane == winner) mine = 0;
+  }
+  u32 losers = __ballot_sync(0xFFFFFFFFu, mine != 0);
+#pragma unroll 1
+  for (u32 begin = 0; losers; begin += size, losers >>= 1) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if ((losers & 1) && static_cast<u32>(lane + 32 * i) - begin < size) keys[i] = dropped;
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    MOE_ENTRY(const u16* logits, int* ids, float* weights, int* counters, int tokens, int experts, int top_k,
-              int over_all, int n_counters) {
+    MOE_ENTRY(const void* logits, const void* bias, int* ids, float* weights, int* counters, int tokens, int experts,
+              int top_k, int softmax, int bias_kind, int groups, int top_groups, int best, int dropped, int normalise,
+              int eps, int scale, int n_counters) {
   if (blockIdx.x == 0) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < n_counters; i += kThreads) ptx::store(counters + i, 0);
@@ -46,18 +105,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (token >= tokens) return;
 
-  u32 keys[kMost];  // of experts lane + 32 i
+  const i64 row = static_cast<i64>(token) * experts;
+  const int count = (experts - lane + 31) / 32;  // experts of this lane
+  float values[kMost], biases[kMost] = {};
+  load_numbers(values, logits, MOE_LOGITS, row + lane, count);
+  load_numbers(biases, bias, bias_kind, lane, count);
+
+  u32 keys[kMost], largest_key = 0;
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    const int expert = lane + 32 * i;
-    keys[i] =
-        expert < experts ? order_key(T::to_float(ptx::ldg16(logits + static_cast<i64>(token) * experts + expert))) : 0;
+    keys[i] = i < count ? order_key(values[i]) : 0;
+    largest_key = max(largest_key, keys[i]);
   }
+  const float largest = value_of(ptx::redux_max(largest_key));
+  float whole = 0;
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    values[i] = power(values[i], softmax, largest);
+    if (i < count) whole += values[i];
+  }
+  whole = softmax ? warp_sum(whole) : 1;
+  if (bias_kind != kNone || best > 1) {  // else the order of the logits is that of the choices
+    const float part = 1 / whole;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      const float score = softmax ? values[i] * part : ptx::rcp_approx(1 + values[i]);
+      if (i < count) keys[i] = order_key(score + biases[i]);
+    }
+  }
+  if (groups > 1) limit_groups(keys, lane, experts, groups, top_groups, best, order_key(__uint_as_float(dropped)));
 
-  int chosen = 0;      // lane j: the j-th expert
-  u32 chosen_key = 0;  // and its logit's key
-  float all = 0;       // sum of e^(logit - largest) of this lane's logits
-  u32 largest_key = 0;
+  int chosen = 0;  // lane j: the j-th expert
 #pragma unroll 1
   for (int j = 0; j < top_k; ++j) {
     u32 key = 0;
@@ -66,29 +144,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kMost; ++i) {
       if (keys[i] > key) key = keys[i], expert = lane + 32 * i;
     }
-#pragma unroll
-    for (int i = 16; i > 0; i /= 2) {
-      const u32 other_key = __shfl_xor_sync(0xFFFFFFFFu, key, i);
-      const int other = __shfl_xor_sync(0xFFFFFFFFu, expert, i);
-      if (other_key > key || (other_key == key && other < expert)) key = other_key, expert = other;
-    }
-    if (j == 0) {
-      largest_key = key;
-#pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        if (keys[i]) all += exp_above(logit_of(keys[i]), logit_of(key));
-      }
-    }
-    if (lane == j) chosen = expert, chosen_key = key;
+    const u32 best_key = ptx::redux_max(key);
+    expert = static_cast<int>(ptx::redux_min(key == best_key ? expert : experts));
+    if (lane == j) chosen = expert;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       if (expert == lane + 32 * i) keys[i] = 0;
     }
   }
-  const float own = lane < top_k ? exp_above(logit_of(chosen_key), logit_of(largest_key)) : 0.0f;
-  const float sum = warp_sum(over_all ? all : own);
+
+  float own = 0;
+  if (lane < top_k) {
+    own = power(number(logits, MOE_LOGITS, row + chosen), softmax, largest);
+    if (!softmax) own = 1 / (1 + own);
+  }
+  const float sum = warp_sum(own);
   if (lane < top_k) {
     ptx::store(ids + token * top_k + lane, chosen);
-    ptx::store(weights + token * top_k + lane, own / sum);
+    const float share = own / (normalise ? sum + __uint_as_float(eps) * whole : whole);
+    ptx::store(weights + token * top_k + lane, share * __uint_as_float(scale));
   }
 }

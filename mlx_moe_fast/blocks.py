@@ -1,15 +1,7 @@
-"""Whole MoE blocks of mlx-lm in three launches: router, gate + up + SwiGLU, down + combination.
+"""Whole MoE blocks of mlx-lm in three launches: router, gate + up + SwiGLU, down + combination."""
 
-A block's own code is what decides how it routes, so a block is known by its class and by the text of its call: one that
-has changed runs its original code, whose expert layer is still fast, until someone has looked at it.
-"""
-
-import hashlib
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
 from functools import cache
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,63 +9,17 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from . import calls, device, dispatch, envs, ops, variants
 from .calls import again, remember, traced
-from .eligibility import DTYPES, Reason, Rejection, check_call, check_first, fuses, weights
+from .eligibility import Reason, Rejection, check_call, check_first, fuses, weights
 from .errors import KernelBuildError
+from .forms import FORMS, Form, fingerprint, form_of
 from .layers import FastSwitchGLU, plan_experts, warn_once
-from .problem import Projection
+from .problem import Projection, RouterForm
 
-Shared = Callable[[Any, mx.array, mx.array], mx.array]
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a block class routes: the names of its router, its experts and its top-k, whether the weights are the softmax
-    over all experts (else over the top-k), what it adds to the experts' sum, and the text of its call."""
-
-    fingerprint: str
-    top_k: str = "top_k"
-    router: str = "gate"
-    experts: str = "switch_mlp"
-    over_all: Callable[[Any], bool] = lambda block: False
-    shared: Shared | None = None
+NUMBERS = tuple(ops.NUMBERS.values())  # of logits and biases
 
 
-def _gated_shared_expert(block: Any, x: mx.array, y: mx.array) -> mx.array:
-    return y + mx.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
-
-
-def _not_normalised(block: Any) -> bool:
-    return not block.norm_topk_prob
-
-
-FORMS = {
-    "qwen3_moe.Qwen3MoeSparseMoeBlock": Form("4892bead17d73da0", over_all=_not_normalised),
-    "qwen3_next.Qwen3NextSparseMoeBlock": Form(
-        "2c8de6ec6652dc7c", over_all=_not_normalised, shared=_gated_shared_expert
-    ),
-    "qwen2_moe.Qwen2MoeSparseMoeBlock": Form(
-        "c06452bbb5f267b1", over_all=lambda block: True, shared=_gated_shared_expert
-    ),
-    "olmoe.OlmoeSparseMoeBlock": Form("7d23d1173176464a", over_all=_not_normalised),
-    "mellum.MellumSparseMoeBlock": Form("c0a8c134b9ab4ecf", over_all=_not_normalised),
-    "jamba.JambaSparseMoeBlock": Form("dd75323b766b22fc", top_k="num_experts_per_tok", router="router"),
-    "mixtral.MixtralSparseMoeBlock": Form("a3564398f1de81f2", top_k="num_experts_per_tok"),
-}
-
-
-def fingerprint(block: type[nn.Module]) -> str:
-    """Of the text of a class's call, whatever its white space; empty if there is no text."""
-    try:
-        text = inspect.getsource(block.__call__)
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16]
-
-
-def form_of(block: type[nn.Module]) -> Form | None:
-    """The form of a class of mlx_lm.models, if it is in the table."""
-    family, _, name = block.__module__.removeprefix("mlx_lm.models.").rpartition(".")
-    return None if family else FORMS.get(f"{name}.{block.__qualname__}")
+def _gate_is_known(block: nn.Module, original: type[nn.Module], form: Form) -> bool:
+    return form.gate is None or type(block[form.router]) is getattr(sys.modules[original.__module__], form.gate, None)
 
 
 def plan_block(block: nn.Module) -> list[Projection] | Rejection:
@@ -81,10 +27,12 @@ def plan_block(block: nn.Module) -> list[Projection] | Rejection:
     original = getattr(type(block), "original", type(block))
     form = form_of(original)
     assert form is not None, "asked of blocks in the table"
-    if fingerprint(original) != form.fingerprint:
+    if fingerprint(original, form.text) != form.fingerprint:
         return Rejection(Reason.TYPE, f"{original.__name__} is not the one that was looked at")
     if getattr(block, "sharding_group", None) is not None:
         return Rejection(Reason.TYPE, "a sharded block")
+    if not _gate_is_known(block, original, form):
+        return Rejection(Reason.TYPE, f"{form.router} is a {type(block[form.router]).__name__}")
     experts = block[form.experts]
     if type(experts) not in (SwitchGLU, FastSwitchGLU):
         return Rejection(Reason.TYPE, f"{form.experts} is a {type(experts).__name__}")
@@ -93,10 +41,21 @@ def plan_block(block: nn.Module) -> list[Projection] | Rejection:
         return plan
     if not fuses(plan[1], plan[0], experts.activation):
         return Rejection(Reason.TYPE, "gate, up and activation are not one kernel")
-    top_k, most = getattr(block, form.top_k), plan[0].experts
-    if not 1 <= top_k <= min(variants.ROUTER_TOP_K, most) or most > variants.ROUTER_EXPERTS:
-        return Rejection(Reason.SHAPE, f"top {top_k} of {most} experts")
-    return plan
+    routing = form.routing(block)
+    if routing is None:
+        return Rejection(Reason.TYPE, "a router of another form")
+    return _check_router(routing, plan[0].experts) or plan
+
+
+def _check_router(routing: RouterForm, experts: int) -> Rejection | None:
+    """Whether the kernel takes so many experts and groups."""
+    top_k, groups, top_groups = routing.top_k, routing.groups, routing.top_groups
+    if not 1 <= top_k <= min(variants.ROUTER_TOP_K, experts) or experts > variants.ROUTER_EXPERTS:
+        return Rejection(Reason.SHAPE, f"top {top_k} of {experts} experts")
+    fit = groups <= variants.ROUTER_GROUPS and experts % groups == 0 and experts // groups >= routing.best
+    if not (fit and top_groups >= 1) and top_groups < groups:
+        return Rejection(Reason.SHAPE, f"top {top_groups} of {groups} groups of {experts} experts")
+    return None
 
 
 class FastBlock(nn.Module):
@@ -109,53 +68,62 @@ class FastBlock(nn.Module):
     few_rows = 0
     _moe_fast_calls = calls.NONE
 
-    def check(self, x: mx.array, logits: mx.array) -> list[Projection] | Rejection:
+    def check(self, x: mx.array, logits: mx.array, bias: mx.array | None, top_k: int) -> list[Projection] | Rejection:
         """What this call would launch for, or why it takes the original path."""
-        form = self.form
         plan = check_first(self, x.size) or plan_block(self)
         if isinstance(plan, Rejection):
             return plan
         up, gate, _ = plan
-        lead = x.shape[:-1]
-        if logits.shape != (*lead, up.experts) or DTYPES.get(logits.dtype) != gate.dtype:
+        if logits.shape != (*x.shape[:-1], up.experts) or logits.dtype not in NUMBERS:
             return Rejection(Reason.SHAPE, f"router logits {logits.shape} of {logits.dtype}")
-        if not dispatch.is_few(logits.size // up.experts * getattr(self, form.top_k), gate):
+        if bias is not None and (bias.shape != (up.experts,) or bias.dtype not in NUMBERS):
+            return Rejection(Reason.SHAPE, f"router bias {bias.shape} of {bias.dtype}")
+        if not dispatch.is_few(logits.size // up.experts * top_k, gate):
             return Rejection(Reason.SLOWER, "more rows than a decode step has")
-        return check_call([self[form.experts][name] for name in FastSwitchGLU.parts], plan, x) or plan
+        return check_call([self[self.form.experts][name] for name in FastSwitchGLU.parts], plan, x) or plan
 
     def __call__(self, x: mx.array) -> mx.array:
         form = self.form
-        experts, top_k, over_all = self[form.experts], getattr(self, form.top_k), form.over_all(self)
-        if not self._may_be_fast(x, top_k):
+        routing = form.routing(self) if self._may_be_fast(x) else None
+        if routing is None or x.size // max(1, x.shape[-1]) * routing.top_k > dispatch.MOST_DECODE_ROWS:
             return self.original.__call__(self, x)
+        experts = self[form.experts]
         parts = [experts.get(name) for name in FastSwitchGLU.parts]
-        logits = self[form.router](x)
+        logits, bias = form.logits(self, x), form.bias(self)
+        inputs = (x, logits) if bias is None else (x, logits, bias)
         activation = type(getattr(experts, "activation", None))
-        key = x.shape, x.dtype, logits.shape, logits.dtype, top_k, over_all, type(experts), activation, envs.TILE.get()
-        y = again(self, key, parts, (x, logits))
+        arrays = *(a.shape for a in inputs), *(a.dtype for a in inputs)
+        key = arrays, routing, type(experts), activation, envs.TILE.get()
+        y = again(self, key, parts, inputs)
         if y is None:
-            y = self._first(x, logits, key, parts, top_k, over_all)
+            y = self._first(inputs, key, parts, bias, routing)
         if y is None:
             return self.original.__call__(self, x)
         return form.shared(self, x, y) if form.shared else y
 
-    def _may_be_fast(self, x: mx.array, top_k: int) -> bool:
+    def _may_be_fast(self, x: mx.array) -> bool:
         """What can be told before the router's product is made."""
         if self._training or x.ndim < 2 or getattr(self, "sharding_group", None) is not None:
             return False
-        return x.size // max(1, x.shape[-1]) * top_k <= dispatch.MOST_DECODE_ROWS and device.on_gpu()
+        return device.on_gpu() and _gate_is_known(self, self.original, self.form)
 
     def _first(
-        self, x: mx.array, logits: mx.array, key: tuple, parts: list[nn.Module], top_k: int, over_all: bool
+        self,
+        inputs: tuple[mx.array, ...],
+        key: tuple,
+        parts: list[nn.Module],
+        bias: mx.array | None,
+        routing: RouterForm,
     ) -> mx.array | None:
         """A call that is not remembered; None: the original call."""
-        plan = self.check(x, logits)
-        if isinstance(plan, Rejection) or traced((x, logits)):
+        x, logits = inputs[:2]
+        plan = self.check(x, logits, bias, routing.top_k)
+        if isinstance(plan, Rejection) or traced(inputs):
             return None
         up, gate, down = (weights(part, p) for part, p in zip(parts, plan, strict=True))
         try:
-            y = ops.moe_block(x, logits, top_k, over_all, gate, up, down)
-            remember(self, key, parts, ops.bind_block(gate.projection, down.projection, x, top_k, over_all))
+            y = ops.moe_block(x, logits, bias, routing, gate, up, down)
+            remember(self, key, parts, ops.bind_block(gate.projection, down.projection, x, logits, bias, routing))
         except KernelBuildError as error:
             warn_once(f"{Reason.BUILD.value}: {error}")
             return None
@@ -166,3 +134,6 @@ class FastBlock(nn.Module):
 def fast(block: type[nn.Module]) -> type[nn.Module]:
     """The fast class of a block class in the table."""
     return type(f"Fast{block.__name__}", (FastBlock, block), {"original": block, "form": form_of(block)})
+
+
+__all__ = ["FORMS", "FastBlock", "fast", "fingerprint", "form_of", "plan_block"]

@@ -15,7 +15,7 @@ import numpy as np
 from . import device, variants
 from .dispatch import Choice, choose, choose_dense, slots
 from .launch import bind, launch
-from .problem import Projection
+from .problem import Projection, RouterForm
 from .variants import Decode, Router, Strip, Tile
 
 ALIGNMENT = 16  # bytes: what one asynchronous copy moves
@@ -25,6 +25,7 @@ PERMUTE_CHUNK = 8  # elements that a thread of the route kernel permutes
 
 Shape = tuple[int, ...]
 DTYPES = {"bf16": mx.bfloat16, "fp16": mx.float16}
+NUMBERS = DTYPES | {"fp32": mx.float32}  # of router logits, and of a bias
 Arrays = tuple[mx.array, mx.array, mx.array, mx.array]
 
 
@@ -189,74 +190,95 @@ def bind_glu(gate: Projection, down: Projection, x: mx.array, ids: mx.array) -> 
     return run
 
 
-def _router(logits: Shape, top_k: int, dtype: str, over_all: bool, counters: int) -> Launch:
-    """Inputs: logits [..., E]. Outputs: ids [..., top_k] int32, token weights [..., top_k] fp32, `counters` zeros."""
-    *lead, experts = logits
-    tokens = math.prod(lead)
-    outputs = ((*lead, top_k), mx.int32), ((*lead, top_k), mx.float32), ((counters,), mx.int32)
-    scalars = tokens, experts, top_k, int(over_all), counters
-    return Launch(variants.router(dtype), outputs, scalars, -(-tokens // variants.ROUTER_TOKENS))
+def _bits(value: float) -> int:
+    """A float as a kernel's integer argument."""
+    return int(np.float32(value).view(np.int32))
 
 
-def router(logits: mx.array, top_k: int, over_all: bool) -> tuple[mx.array, mx.array]:
+def _number(a: mx.array | None) -> str | None:
+    return None if a is None else next(name for name, kind in NUMBERS.items() if kind == a.dtype)
+
+
+def _router(logits: mx.array, bias: mx.array | None, form: RouterForm, counters: int) -> Launch:
+    """Inputs: logits [..., E], bias or anything. Outputs: ids [..., top_k] int32, token weights [..., top_k] fp32,
+    `counters` zeros."""
+    *lead, experts = logits.shape
+    tokens, limited = math.prod(lead), form.top_groups < form.groups
+    outputs = ((*lead, form.top_k), mx.int32), ((*lead, form.top_k), mx.float32), ((counters,), mx.int32)
+    scores = int(form.score == "softmax"), variants.NUMBERS[_number(bias)]
+    groups = form.groups if limited else 1, form.top_groups, form.best if limited else 1, _bits(form.dropped)
+    weights = int(bool(form.normalise)), _bits(form.eps), _bits(form.scale)
+    scalars = tokens, experts, form.top_k, *scores, *groups, *weights, counters
+    return Launch(variants.router(_number(logits)), outputs, scalars, -(-tokens // variants.ROUTER_TOKENS))
+
+
+def router(logits: mx.array, form: RouterForm, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """Top-k experts of each token and their weights.
 
     Args:
-        logits: [..., E] bf16 or fp16, E at most 512. Of equal ones the lower index is taken first; NaN is the largest.
-        top_k: at most 32 and E.
-        over_all: weights are the softmax over all experts; else over the top-k.
+        logits: [..., E] bf16, fp16 or fp32, E at most 512. Of equal choices the lower index is taken first; NaN is the
+            largest.
+        form: top_k is at most 32 and E; groups are at most 32, of one size, not smaller than `best`.
+        bias: [E] bf16, fp16 or fp32.
 
     Returns:
-        ids [..., top_k] int32, the largest logit first, and weights [..., top_k] fp32.
+        ids [..., top_k] int32, the largest choice first, and weights [..., top_k] fp32.
     """
-    dtype = next(name for name, kind in DTYPES.items() if kind == logits.dtype)
-    ids, weights, _ = _router(logits.shape, top_k, dtype, over_all, 1)(logits)
+    ids, weights, _ = _router(logits, bias, form, 1)(logits, logits if bias is None else bias)
     return ids, weights
 
 
 def _block(
-    gate: Projection, down: Projection, x: Shape, dtype: mx.Dtype, top_k: int, over_all: bool
+    gate: Projection, down: Projection, x: mx.array, logits: mx.array, bias: mx.array | None, form: RouterForm
 ) -> tuple[Launch, Launch, Launch]:
-    """Router, gate and up, down and combination for x of this shape, few rows."""
-    lead = x[:-1]
-    ids, tokens = (*lead, top_k), math.prod(lead)
-    last_choice = choose(tokens * top_k, down)
+    """Router, gate and up, down and combination for arrays like these, few rows."""
+    lead = x.shape[:-1]
+    ids, tokens = (*lead, form.top_k), math.prod(lead)
+    last_choice = choose(tokens * form.top_k, down)
     variant = variants.of(down, False, last_choice.shape)
     assert isinstance(variant, Decode)
     strips = _strips(variant, down, last_choice)
     return (
-        _router((*lead, gate.experts), top_k, gate.dtype, over_all, strips),
-        _few(gate, True, tokens, ids, dtype, choose(tokens * top_k, gate, glu=True)),
-        _few(down, False, tokens * top_k, ids, dtype, last_choice, top_k),
+        _router(logits, bias, form, strips),
+        _few(gate, True, tokens, ids, x.dtype, choose(tokens * form.top_k, gate, glu=True)),
+        _few(down, False, tokens * form.top_k, ids, x.dtype, last_choice, form.top_k),
     )
 
 
 def moe_block(
-    x: mx.array, logits: mx.array, top_k: int, over_all: bool, gate: Weights, up: Weights, down: Weights
+    x: mx.array,
+    logits: mx.array,
+    bias: mx.array | None,
+    form: RouterForm,
+    gate: Weights,
+    up: Weights,
+    down: Weights,
 ) -> mx.array:
     """Router, gated expert MLP with SwiGLU and combination in three launches, for few rows.
 
     Args:
         x: [..., H].
-        logits: [..., E], of x's dtype; the experts are chosen as `router` does, with the same `top_k` and `over_all`.
+        logits: [..., E]; the experts are chosen as `router` does, with the same `bias` and `form`.
 
     Returns:
         [..., H]: the sum over a token's experts of weight times output, added up in fp32 in the order of the weights.
     """
-    route, first, last = _block(gate.projection, down.projection, x.shape, x.dtype, top_k, over_all)
-    ids, weights, finished = route(logits)
+    route, first, last = _block(gate.projection, down.projection, x, logits, bias, form)
+    ids, weights, finished = route(logits, logits if bias is None else bias)
     (hidden,) = first(x, *gate.arrays, *up.arrays, ids)
     return last(hidden, *down.arrays, ids, weights, finished)[1]
 
 
-def bind_block(gate: Projection, down: Projection, x: mx.array, top_k: int, over_all: bool) -> Callable[..., mx.array]:
-    """`moe_block` for an x like this, as a function of (x, logits) and the arrays of up, gate and down."""
-    route, first, last = (part.bind() for part in _block(gate, down, x.shape, x.dtype, top_k, over_all))
+def bind_block(
+    gate: Projection, down: Projection, x: mx.array, logits: mx.array, bias: mx.array | None, form: RouterForm
+) -> Callable[..., mx.array]:
+    """`moe_block` for arrays like these, as a function of (x, logits), or (x, logits, bias), and the arrays of up, gate
+    and down."""
+    route, first, last = (part.bind() for part in _block(gate, down, x, logits, bias, form))
 
     def run(inputs: tuple[mx.array, ...], up: Arrays, gate: Arrays, down: Arrays) -> mx.array:
-        x, logits = inputs
-        ids, weights, finished = route(inputs=(logits,))
-        (hidden,) = first(inputs=(x, *gate, *up, ids))
+        ids, weights, finished = route(inputs=(inputs[1], inputs[-1]))
+        (hidden,) = first(inputs=(inputs[0], *gate, *up, ids))
         return last(inputs=(hidden, *down, ids, weights, finished))[1]
 
     return run
@@ -370,7 +392,8 @@ def few_variants(projections: list[Projection]) -> list[variants.Variant]:
     """Every variant that `moe_block` may launch; `projections`: up, gate and down."""
     _, gate, down = projections
     few = variants.EXPERT_STRIP
-    return [variants.router(gate.dtype), variants.of(gate, True, few), variants.of(down, False, few)]
+    routers = [variants.router(dtype) for dtype in (gate.dtype, "fp32")]  # of logits
+    return [*routers, variants.of(gate, True, few), variants.of(down, False, few)]
 
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,29 @@ class Projection:
 
     def __str__(self) -> str:
         return f"{self.experts}x{self.n}x{self.k} {self.quantization} {self.dtype}"
+
+
+class RouterForm(NamedTuple):
+    """How a token's experts and their weights come out of its router logits; a tuple, for it is made and hashed at
+    every call of a block.
+
+    A score is an expert's part of the softmax over all experts, or the sigmoid of its logit. The `top_k` largest are
+    chosen, after a bias has been added where the router has one, and weigh their scores without it times `scale`:
+    with `normalise`, divided by the sum of them and `eps`.
+
+    With `top_groups` less than `groups`, neighbours among the experts form groups, each as good as the sum of its
+    `best` best choices, and the choices of all but the top groups become `dropped`.
+    """
+
+    top_k: int
+    score: str = "softmax"  # or "sigmoid"
+    normalise: bool = True
+    eps: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    best: int = 2
+    dropped: float = 0.0
 
 
 @dataclass(frozen=True)

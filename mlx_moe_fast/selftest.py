@@ -11,7 +11,7 @@ from .dispatch import Choice
 from .errors import KernelBuildError
 from .launch import handed_over
 from .ops import DTYPES
-from .problem import Projection
+from .problem import Projection, RouterForm
 from .variants import WARPS, Decode, Prefill, Route, Router, Variant, physical_k
 
 ROWS, N, K, EXPERTS = 3, 8, 128, 2
@@ -49,8 +49,8 @@ def _wrong(variant: Prefill | Decode | Route | Router) -> str | None:
     if isinstance(variant, Route):
         return _difference(ops.permute(mx.ones((ROWS, K), mx.float16), variant.bits), [[1.0] * K] * ROWS)
     if isinstance(variant, Router):
-        logits = mx.array([[0, 0, 9, 9, 0], [7, 0, 0, 0, 7]], DTYPES[variant.dtype])
-        chosen, shares = ops.router(logits, 2, over_all=False)
+        logits = mx.array([[0, 0, 9, 9, 0], [7, 0, 0, 0, 7]], ops.NUMBERS[variant.dtype])
+        chosen, shares = ops.router(logits, RouterForm(2))
         return _difference(mx.stack([chosen, shares]), [[[2, 3], [0, 4]], [[0.5, 0.5], [0.5, 0.5]]])
     q, dtype = variant.quantization, DTYPES[variant.dtype]
     projection = Projection(EXPERTS, N, K, q, variant.dtype)

@@ -16,7 +16,8 @@ K_BLOCK_BYTES = 64  # of a weight row: one pipeline stage, and the block in whic
 ROUTE_THREADS = 512
 WARPS = 4  # of a decode block, and parts of K
 ROUTER_TOKENS = 4  # of a block of the router kernel
-ROUTER_EXPERTS, ROUTER_TOP_K = 512, 32  # the most that it takes
+ROUTER_EXPERTS, ROUTER_TOP_K, ROUTER_GROUPS = 512, 32, 32  # the most that it takes
+NUMBERS = {None: 0, "fp32": 1, "bf16": 2, "fp16": 3}  # of logits, and of a bias if there is one
 SPAN_BYTES = 32  # of a weight row, kernels/decode.cu
 
 
@@ -202,7 +203,7 @@ class Router:
 
     @property
     def defines(self) -> dict[str, str | int]:
-        return {"MOE_ENTRY": self.id, "MOE_DTYPE": {"bf16": "Bf16", "fp16": "Fp16"}[self.dtype]}
+        return {"MOE_ENTRY": self.id, "MOE_LOGITS": NUMBERS[self.dtype]}
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ def all_variants() -> list[Variant]:
         Probe(),
         Stamp(),
         *(Route(bits) for bits in BITS),
-        *(Router(dtype) for dtype in DTYPES),
+        *(Router(dtype) for dtype in NUMBERS if dtype),
         *(Prefill(*p) for p in prefills),
         *(Decode(q, dtype, kind, strip) for q, dtype, (kind, strip) in product(quantizations, DTYPES, decodes)),
     ]

@@ -7,7 +7,7 @@ from numerics import array, check, grouped, moe_glu, router_reference
 
 from mlx_moe_fast import ops, variants
 from mlx_moe_fast.dispatch import Choice
-from mlx_moe_fast.problem import Projection, Quantization
+from mlx_moe_fast.problem import Projection, Quantization, RouterForm
 from mlx_moe_fast.variants import DENSE_STRIPS, EXPERT_STRIP, WARPS, Decode, Prefill, Tile
 
 Q4 = Quantization(4, 64)
@@ -245,25 +245,62 @@ def subnormal_scales_count(variant: Prefill | Decode) -> None:
         check(multiply(variant, shape, x, mx.zeros((5,), mx.int32), weights), reference, variant.dtype, 4)
 
 
-def router_is_the_formula(dtype: str) -> None:
-    """Around a block's tokens and a lane's experts, with ties, both kinds of weights."""
+SOFTMAX, TOP_K = RouterForm(8, normalise=False), RouterForm(8)
+SIGMOID = RouterForm(8, "sigmoid", eps=1e-6, scale=2.5)
+V3 = RouterForm(8, "sigmoid", scale=2.5, groups=8, top_groups=4)
+V2 = RouterForm(6, normalise=False, scale=16.0, groups=8, top_groups=3, best=1, dropped=-np.inf)
+# Form, tokens, experts, dtype of the bias: around a block's tokens and a lane's experts, with ties.
+ROUTERS = {
+    "softmax over all": (SOFTMAX, 1, 128, None),
+    "over the top-k": (TOP_K._replace(top_k=2), 4, 8, None),
+    "all the lanes": (TOP_K._replace(top_k=32), 5, 33, None),
+    "one of them": (SOFTMAX._replace(top_k=1), 9, 31, None),
+    "all of them": (SOFTMAX._replace(top_k=2), 2, 2, None),
+    "many tokens": (TOP_K._replace(top_k=4), 64, 60, None),
+    "as many experts as fit": (TOP_K._replace(top_k=10), 3, 512, None),
+    "softmax with a bias": (SOFTMAX._replace(scale=1.5), 5, 67, "fp32"),
+    "softmax with a bias, normalised": (TOP_K._replace(eps=1e-3), 5, 96, "fp16"),
+    "sigmoid": (SIGMOID, 4, 40, None),
+    "sigmoid with a bias": (SIGMOID._replace(eps=1e-20), 3, 256, "fp32"),
+    "sigmoid with a 16-bit bias": (SIGMOID._replace(normalise=False), 2, 64, "bf16"),
+    "every limit": (SIGMOID._replace(top_k=32, groups=32, top_groups=5), 2, 512, "fp32"),
+    "groups": (V3, 5, 256, "fp32"),
+    "groups without a bias": (V3._replace(dropped=-np.inf), 3, 64, None),
+    "groups of two": (V3._replace(top_k=3, groups=6, top_groups=1), 3, 12, "fp32"),
+    "more than the groups have": (V3._replace(top_k=12, groups=5, top_groups=2, dropped=-np.inf), 3, 25, "fp32"),
+    "no fewer groups": (V3._replace(top_groups=8), 2, 64, "fp32"),
+    "groups by softmax": (V3._replace(score="softmax", groups=4, top_groups=2), 3, 128, None),
+    "groups by their best": (V2, 3, 160, None),
+}
+
+
+def router_inputs(name: str, dtype: str) -> tuple[mx.array, mx.array | None]:
+    """Logits of a case of ROUTERS, some of them equal, and biases, by some of which a choice is less than 0."""
     rng = np.random.default_rng(8)
-    for tokens, experts, top_k in (
-        (1, 128, 8),
-        (4, 8, 2),
-        (5, 33, 32),
-        (3, 512, 10),
-        (9, 31, 1),
-        (2, 2, 2),
-        (64, 60, 4),
-    ):
-        logits = mx.array(rng.standard_normal((tokens, experts)) * 3).astype(ops.DTYPES[dtype])
-        logits[0] = mx.round(logits[0])  # ties
-        for over_all in (False, True):
-            ids, weights = ops.router(logits, top_k, over_all)
-            expected, shares = router_reference(array(logits), top_k, over_all)
-            np.testing.assert_array_equal(array(ids), expected)
-            np.testing.assert_allclose(array(weights), shares, rtol=1e-5)
+    _, tokens, experts, kind = ROUTERS[name]
+    logits = mx.array(rng.standard_normal((tokens, experts)) * 3).astype(ops.NUMBERS[dtype])
+    logits[0] = mx.round(logits[0])  # ties
+    bias = None if kind is None else mx.array(rng.standard_normal(experts) * 0.3 - 0.4).astype(ops.NUMBERS[kind])
+    return logits, bias
+
+
+def router_is_the_formula(dtype: str, name: str) -> None:
+    """Experts and weights of a case of ROUTERS."""
+    form, (logits, bias) = ROUTERS[name][0], router_inputs(name, dtype)
+    ids, weights = ops.router(logits, form, bias)
+    expected, shares = router_reference(array(logits), form, None if bias is None else array(bias))
+    np.testing.assert_array_equal(array(ids), expected)
+    np.testing.assert_allclose(array(weights), shares, rtol=1e-5)
+
+
+def router_sees_small_differences() -> None:
+    """A choice that hangs on a few steps of fp32 in scores that are near 1, or on a bias of that size."""
+    logits, bias = np.full((2, 64), -4, np.float32), np.zeros(64, np.float32)
+    logits[0, [5, 37]] = 4, np.nextafter(np.float32(4), np.float32(5)) + 1e-4
+    logits[1, [5, 37]], bias[37] = 4, 3e-7
+    for form in (RouterForm(1, "sigmoid"), V3._replace(top_k=1, groups=2, top_groups=1)):
+        ids, _ = ops.router(mx.array(logits), form, mx.array(bias))
+        assert array(ids).tolist() == [[37], [37]]
 
 
 def router_bears_bad_logits(dtype: str) -> None:
@@ -271,12 +308,20 @@ def router_bears_bad_logits(dtype: str) -> None:
     logits = np.random.default_rng(9).standard_normal((6, 40)).astype(np.float32)
     logits[0, 7], logits[1], logits[2, 3], logits[3, 5:] = np.nan, np.nan, np.inf, -np.inf
     logits[4] = -np.inf
-    ids, weights = ops.router(mx.array(logits).astype(ops.DTYPES[dtype]), 6, False)
-    for row in array(ids):
-        assert len(set(row)) == 6 and (0 <= row).all() and (row < 40).all()
-    assert array(ids)[0, 0] == 7 and array(ids)[2, 0] == 3 and set(array(ids)[3, :5]) == {0, 1, 2, 3, 4}
-    assert np.isnan(array(weights)[[0, 1, 2, 4]]).any(axis=1).all()
-    np.testing.assert_allclose(array(weights)[[3, 5]].sum(axis=1), 1, rtol=1e-5)
+    given, bias = mx.array(logits).astype(ops.NUMBERS[dtype]), mx.zeros((40,))
+    limited = {"groups": 4, "top_groups": 2}
+    forms = RouterForm(6), RouterForm(6, "sigmoid"), RouterForm(6, "sigmoid", **limited), RouterForm(6, **limited)
+    for form in (*forms, RouterForm(6, normalise=False, best=1, dropped=-np.inf, **limited)):
+        for b in (None, bias):
+            ids, weights = map(array, ops.router(given, form, b))
+            for row in ids:
+                assert len(set(row)) == 6 and (0 <= row).all() and (row < 40).all()
+            assert np.isnan(weights[:2]).any(axis=1).all() and np.isfinite(weights[5]).all()
+            if form.score == "softmax":
+                assert np.isnan(weights[[2, 4]]).any(axis=1).all()
+            if form.groups == 1 and (b is None or form.score == "sigmoid"):
+                assert ids[0, 0] == 7 and ids[2, 0] == 3 and set(ids[3, :5]) == {0, 1, 2, 3, 4}
+                np.testing.assert_allclose(weights[[3, 5]].sum(axis=1), 1, rtol=1e-5)
 
 
 def block_is_its_parts(quantization: Quantization, dtype: str, bits_down: int | None = None) -> None:
@@ -288,11 +333,12 @@ def block_is_its_parts(quantization: Quantization, dtype: str, bits_down: int | 
         case = Case(tokens, top_k, hidden, features, experts, quantization, dtype, has_bias=tokens == 9, down=down)
         x, _, gate, up, last = case.arrays()
         logits = floats(np.random.default_rng(tokens), (tokens, experts), dtype)
-        for over_all in (False, True):
-            out = ops.moe_block(x, logits, top_k, over_all, gate, up, last)
-            ids, shares = router_reference(array(logits), top_k, over_all)
+        bias = mx.array(np.random.default_rng(tokens).standard_normal(experts).astype(np.float32))
+        for form, b in ((RouterForm(top_k), None), (RouterForm(top_k, "sigmoid", eps=1e-20, scale=2.5), bias)):
+            out = ops.moe_block(x, logits, b, form, gate, up, last)
+            ids, shares = router_reference(array(logits), form, None if b is None else array(b))
             rows = moe_glu(array(x).repeat(top_k, axis=0), ids.flatten(), gate, up, last)
             reference = (rows.reshape(tokens, top_k, hidden) * shares[..., None]).sum(axis=1)
             check(out, reference.astype(np.float32), dtype, 4)
-        one = ops.moe_block(x[:1], logits[:1], top_k, over_all, gate, up, last)
+        one = ops.moe_block(x[:1], logits[:1].astype(mx.float32), b, form, gate, up, last)
         np.testing.assert_array_equal(array(one), array(out[:1]))

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moe_fast.ops import Weights
+from mlx_moe_fast.problem import RouterForm
 
 
 def array(a: mx.array) -> np.ndarray:
@@ -77,11 +78,27 @@ def check(out: mx.array, reference: np.ndarray, dtype: str, products: int = 1) -
     assert rows.max(initial=0) <= 4 * limit, f"row {rows.argmax()} has rel_rms {rows.max():.2e}, {where}"
 
 
-def router_reference(logits: np.ndarray, top_k: int, over_all: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Experts and weights of each token: largest first, ties to the lower index, NaN above all."""
-    order = np.argsort(-np.where(np.isnan(logits), np.inf, logits), axis=-1, kind="stable")[:, :top_k]
-    chosen = np.take_along_axis(logits, order, axis=-1).astype(np.float64)
-    largest = chosen[:, :1]
-    powers = np.exp(chosen - largest)
-    whole = np.exp(logits.astype(np.float64) - largest) if over_all else powers
-    return order, powers / whole.sum(axis=-1, keepdims=True)
+def router_reference(
+    logits: np.ndarray, form: RouterForm, bias: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Experts and weights of each token: largest choice first, ties to the lower index, NaN above all."""
+    z = logits.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        powers = np.exp(z - z.max(axis=-1, keepdims=True))
+        score = powers / powers.sum(axis=-1, keepdims=True) if form.score == "softmax" else 1 / (1 + np.exp(-z))
+    limited = form.top_groups < form.groups
+    choice = score + (0 if bias is None else bias)
+    if bias is None and not (limited and form.best > 1):
+        choice = z  # in whose order scores are, but for those that are rounded to the same
+    choice = np.where(np.isnan(choice), np.inf, choice)
+    if limited:
+        groups = choice.reshape(len(z), form.groups, -1)
+        worth = np.sort(groups, axis=-1)[..., -form.best :].sum(axis=-1)
+        losers = np.argsort(-worth, axis=-1, kind="stable")[:, form.top_groups :]
+        np.put_along_axis(groups, losers[..., None], form.dropped, axis=1)
+        choice = groups.reshape(z.shape)
+    order = np.argsort(-choice, axis=-1, kind="stable")[:, : form.top_k]
+    weights = np.take_along_axis(score, order, axis=-1)
+    if form.normalise:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + form.eps)
+    return order, weights * form.scale

@@ -1,6 +1,7 @@
 """Whole MoE blocks: every family in the table against its own code, and everything that sends a call back to it."""
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -25,10 +26,29 @@ H, F, E, K = 64, 128, 8, 2
 NOISE = (
     3e-2  # MLX rounds every step to bf16, the stand-ins for our kernels only the last; a wrong expert is ten times it
 )
+QWEN = "qwen3_moe.Qwen3MoeSparseMoeBlock"
+V3 = "deepseek_v3.DeepseekV3MoE"
 ARGS = {
     "hidden_size": H, "intermediate_size": F, "moe_intermediate_size": F, "shared_expert_intermediate_size": F,
-    "num_experts": E, "num_local_experts": E, "num_experts_per_tok": K, "mlp_bias": False,
+    "num_experts": E, "num_local_experts": E, "n_routed_experts": E, "moe_num_experts": E, "num_experts_per_tok": K,
+    "num_experts_per_token": K, "moe_k": K, "moe_topk": K, "moe_top_k": K, "mlp_bias": False, "use_bias": False,
+    "n_shared_experts": 1, "num_shared_experts": 1, "moe_num_shared_experts": 1, "num_shared_expert": 1,
+    "use_mixed_mlp_moe": True, "moe_router_enable_shared_expert": True, "moe_shared_expert_intermediate_size": F,
+    "share_expert_dim": F, "swiglu_limits": None, "swiglu_limits_shared": None,
+    "n_group": 4, "topk_group": 2, "num_expert_group": 4, "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.5, "moe_routed_scaling_factor": 2.5, "moe_router_scaling_factor": 2.5,
+    "route_scale": 2.5, "score_function": "sigmoid", "score_func": "sigmoid", "moe_router_score_func": "sigmoid",
+    "moe_router_activation_func": "sigmoid", "moe_gate_act": "softmax", "moe_router_enable_expert_bias": True,
+    "moe_router_enable_routed_scaling": True, "use_expert_bias": True, "moe_router_logit_softcapping": 0.0,
+    "hidden_act": "silu",
 }  # fmt: skip
+NORMS = ("norm_topk_prob", "route_norm", "moe_renormalize", "norm_expert_weight")
+OF_FAMILY = {
+    "deepseek_v2.DeepseekV2MoE": {"topk_method": "group_limited_greedy"},
+    "step3p5.Step3p5MoE": {"layer_idx": 0},
+}
+CAST = ("minimax.MiniMaxSparseMoeBlock", "lfm2_moe.Lfm2MoeSparseMoeBlock")  # mlx-lm casts their bias as all the rest
+BIASES = ("expert_bias", "e_score_correction_bias", "router_bias")
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +74,22 @@ class Model(nn.Module):
         return self.mlp(x)
 
 
-def make(name="qwen3_moe.Qwen3MoeSparseMoeBlock", norm=True, kind=None, **changed):
-    """A model of one block of a family, quantized, its router not."""
+def make(name=QWEN, norm=True, kind=None, **changed):
+    """A model of one block of a family, quantized, most routers not."""
     mx.random.seed(0)
-    model = Model((kind or class_of(name))(SimpleNamespace(**ARGS | {"norm_topk_prob": norm} | changed)))
+    changed = {**dict.fromkeys(NORMS, norm), **OF_FAMILY.get(name, {}), **changed}
+    extra = {key: changed.pop(key) for key in ("layer_idx",) if key in changed}
+    model = Model((kind or class_of(name))(SimpleNamespace(**ARGS | changed), **extra))
     model.update(mlx.utils.tree_map(lambda a: mx.random.normal(a.shape) * 0.1, model.parameters()))
-    router = model.mlp[FORMS[name].router]
-    router.weight = router.weight * 20  # so that rounded probabilities are not equal: MLX chooses among these
+    routing = FORMS[name].routing(model.mlp)
+    softmax = routing is not None and routing.score == "softmax"
+    for path, a in mlx.utils.tree_flatten(model.mlp[FORMS[name].router].parameters()):
+        if path.endswith("weight"):  # rounded probabilities must not be equal: MLX chooses among these
+            model.mlp[FORMS[name].router].update(mlx.utils.tree_unflatten([(path, a * (20 if softmax else 3))]))
+    kept = [(path, a) for path, a in mlx.utils.tree_flatten(model.parameters()) if path.endswith(BIASES)]
     model.set_dtype(mx.bfloat16)
+    if name not in CAST:
+        model.update(mlx.utils.tree_unflatten(kept))
     nn.quantize(model, 64, 4, class_predicate=lambda path, m: hasattr(m, "to_quantized") and "gate" not in path[-5:])
     model.eval()
     mx.eval(model.parameters())
@@ -89,7 +117,11 @@ def stock(model, x):
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_block_gives_what_its_own_code_gives(kernels, name, norm):  # noqa: F811
-    model, x = make(name, norm), inputs(1, 5)
+    is_what_its_own_code_gives(kernels, make(name, norm), name)
+
+
+def is_what_its_own_code_gives(kernels, model, name):  # noqa: F811
+    x = inputs(1, 5)
     expected = model(x)
     report = patch(model)
     assert isinstance(model.mlp, FastBlock) and report.layers[0].kind == class_of(name).__name__
@@ -103,7 +135,8 @@ def test_a_block_gives_what_its_own_code_gives(kernels, name, norm):  # noqa: F8
 @pytest.mark.parametrize("name", FORMS)
 def test_the_table_is_about_the_installed_blocks(name):
     kind = class_of(name)
-    assert form_of(kind) is FORMS[name] and fingerprint(kind) == FORMS[name].fingerprint
+    form = FORMS[name]
+    assert form_of(kind) is form and fingerprint(kind, form.text) == form.fingerprint
     assert fast(kind) is fast(kind) and issubclass(fast(kind), kind) and fast(kind).original is kind
 
 
@@ -130,7 +163,7 @@ def test_a_block_is_three_launches(launches):  # noqa: F811
 def test_a_block_that_has_changed_keeps_its_code(kernels, monkeypatch):  # noqa: F811
     model, x = make(), inputs(1, 3)
     expected = model(x)
-    monkeypatch.setitem(FORMS, "qwen3_moe.Qwen3MoeSparseMoeBlock", blocks.Form("another"))
+    monkeypatch.setitem(FORMS, QWEN, replace(FORMS[QWEN], fingerprint="another"))
     row = patch(model).layers[0]
     assert (row.replaced, row.reason) == (False, "type") and "looked at" in row.detail
     assert type(model.mlp) is Qwen3MoeSparseMoeBlock and type(model.mlp.switch_mlp) is FastSwitchGLU
@@ -173,7 +206,7 @@ def test_patching_is_reported_and_undone(kernels):  # noqa: F811
 
 
 def test_strict_is_about_expert_layers(kernels, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(FORMS, "qwen3_moe.Qwen3MoeSparseMoeBlock", blocks.Form("another"))
+    monkeypatch.setitem(FORMS, QWEN, replace(FORMS[QWEN], fingerprint="another"))
     assert patch(make(), strict=True).replaced
 
 
@@ -211,11 +244,11 @@ def in_training(model):
     model.train()
 
 
-def fp32_router(model):
-    model.mlp.gate.set_dtype(mx.float32)
+def of_another_size(model):
+    model.mlp.gate = nn.Linear(H, E + 1)
 
 
-CHANGES = [sharded, adapted, activated, unquantized, in_training, fp32_router]
+CHANGES = [sharded, adapted, activated, unquantized, in_training, of_another_size]
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["first call", "a known one"])
@@ -231,6 +264,112 @@ def test_what_changes_after_patching_is_noticed(kernels, change, known):  # noqa
     assert "moe_block" not in [call for call, _ in kernels.calls]
     expected = model.mlp.original.__call__(model.mlp, x)
     assert rel_rms(array(out), array(expected)) < 1e-6
+
+
+VARIANTS = {
+    "no groups": (V3, {"n_group": 1, "topk_group": 1}),
+    "one expert": (V3, {"num_experts_per_tok": 1}),
+    "all groups": ("dots1.Dots1MoE", {"n_group": 1, "topk_group": 1}),
+    "no group limit": ("deepseek_v2.DeepseekV2MoE", {"topk_method": "greedy"}),
+    "no shared expert": ("bailing_moe.BailingMoeSparseMoeBlock", {"num_shared_experts": 0}),
+    "no bias": ("bailing_moe_linear.SparseMoeBlock", {"moe_router_enable_expert_bias": False}),
+    "no bias, no groups": ("lfm2_moe.Lfm2MoeSparseMoeBlock", {"use_expert_bias": False}),
+    "softmax with a bias": ("bailing_hybrid.SparseMoeBlock", {"score_function": "softmax"}),
+    "softmax, AFM": ("afmoe.AfmoeMoE", {"score_func": "softmax"}),
+    "softmax, Kimi": ("kimi_linear.KimiSparseMoE", {"moe_router_activation_func": "softmax"}),
+    "softcap": ("laguna.MoE", {"moe_router_logit_softcapping": 2.0}),
+}
+
+
+@pytest.mark.parametrize(("name", "changed"), VARIANTS.values(), ids=VARIANTS)
+def test_what_a_family_may_have(kernels, name, changed):  # noqa: F811
+    is_what_its_own_code_gives(kernels, make(name, **changed), name)
+
+
+OTHERS = {
+    "sigmoid": ("ernie4_5_moe.Ernie4_5_MoeMLP", {"moe_gate_act": "sigmoid"}, "type"),
+    "softplus": ("laguna.MoE", {"moe_router_score_func": "sqrtsoftplus"}, "type"),
+    "clamped": ("step3p5.Step3p5MoE", {"swiglu_limits": [7.0]}, "type"),
+    "uneven groups": (V3, {"n_group": 3, "topk_group": 1}, "shape"),
+    "groups of one": (V3, {"n_group": 8}, "shape"),
+    "no group": (V3, {"topk_group": 0}, "shape"),
+}
+
+
+@pytest.mark.parametrize(("name", "changed", "reason"), OTHERS.values(), ids=OTHERS)
+def test_forms_that_are_not_ours(kernels, name, changed, reason):  # noqa: F811
+    row = patch(make(name, **changed)).layers[0]
+    assert (row.kind, row.replaced, row.reason) == (class_of(name).__name__, False, reason)
+
+
+def test_a_gate_that_has_changed_keeps_the_code(kernels, monkeypatch):  # noqa: F811
+    def group_expert_select(*args):
+        raise AssertionError("never called")
+
+    monkeypatch.setattr("mlx_lm.models.deepseek_v3.group_expert_select", group_expert_select)
+    row = patch(make(V3)).layers[0]
+    assert (row.replaced, row.reason) == (False, "type") and "looked at" in row.detail
+
+
+def test_another_gate_is_noticed(kernels):  # noqa: F811
+    model, x = make(V3), inputs(1, 3)
+    patch(model)
+    model(x), model(x)
+    kernels.calls.clear()
+
+    class Mine(type(model.mlp.gate)):
+        def __call__(self, x):
+            inds, scores = super().__call__(x)
+            return inds, -scores
+
+    gate = model.mlp.gate
+    gate.__class__ = Mine
+    assert rel_rms(array(model(x)), array(stock(model, x))) < NOISE
+    assert "moe_block" not in [call for call, _ in kernels.calls]
+    row = mlx_moe_fast.report(model).layers[0]
+    assert (row.replaced, row.reason) == (False, "type") and "Mine" in row.detail
+
+
+@pytest.mark.parametrize("kind", [mx.float32, mx.bfloat16])
+def test_another_bias_is_noticed(kernels, kind):  # noqa: F811
+    """The array changed in place, and another one."""
+    model, x = make(V3), inputs(1, 3)
+    gate = model.mlp.gate
+    gate.e_score_correction_bias = mx.arange(E).astype(kind)
+    patch(model)
+    outs = [array(model(x)), array(stock(model, x))]
+    gate.e_score_correction_bias[:] = -mx.arange(E)
+    outs += [array(model(x)), array(stock(model, x))]
+    gate.e_score_correction_bias = mx.zeros((E,), kind)
+    outs += [array(model(x)), array(stock(model, x))]
+    assert all(rel_rms(ours, theirs) < NOISE for ours, theirs in zip(outs[::2], outs[1::2], strict=True))
+    assert rel_rms(outs[0], outs[2]) > NOISE < rel_rms(outs[2], outs[4])
+    assert [call for call, _ in kernels.calls] == ["moe_block"] * 3
+    gate.e_score_correction_bias = mx.zeros((1,), kind)  # which MLX broadcasts
+    assert rel_rms(array(model(x)), outs[4]) < NOISE and kernels.calls[-1][0] != "moe_block"
+
+
+def test_a_router_in_fp32(kernels):  # noqa: F811
+    model, x = make(), inputs(1, 3)
+    model.mlp.gate.set_dtype(mx.float32)
+    expected = model(x)
+    patch(model)
+    assert rel_rms(array(model(x)), array(expected)) < NOISE and kernels.calls[0][0] == "moe_block"
+
+
+def test_gradients_of_a_gate_are_those_of_its_own_code(kernels):  # noqa: F811
+    model, x = make(V3), inputs(1, 3)
+    patch(model)
+    model(x)
+
+    def loss(weight):
+        model.mlp.gate.weight = weight
+        return model(x).astype(mx.float32).sum()
+
+    weight = model.mlp.gate.weight
+    found = mx.grad(loss)(weight)
+    mlx_moe_fast.unpatch(model)
+    assert rel_rms(array(found), array(mx.grad(loss)(weight))) < NOISE
 
 
 def test_another_top_k_is_noticed(kernels):  # noqa: F811
@@ -273,4 +412,4 @@ def test_the_router_is_compiled_and_tried_with_the_rest(kernels, monkeypatch):  
     asked = []
     monkeypatch.setattr(selftest, "run", asked.extend)
     patch(make())
-    assert Router("bf16") in asked
+    assert {Router("bf16"), Router("fp32")} <= set(asked)

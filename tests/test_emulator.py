@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import checks
 import numpy as np
 import pytest
 from cases import Case, around, few
@@ -24,6 +25,7 @@ from checks import (
     permutation_is_the_formula,
     router_bears_bad_logits,
     router_is_the_formula,
+    router_sees_small_differences,
     routing_is_a_stable_sort,
     run,
     run_dense,
@@ -48,7 +50,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from record_outputs import EXACT, outputs, record, recorded_variants  # noqa: E402
 
 ROUTES = [variants.route(bits) for bits in variants.BITS]
-ROUTERS = [variants.router(dtype) for dtype in variants.DTYPES]
+LOGITS = tuple(ops.NUMBERS)
+ROUTERS = [variants.router(dtype) for dtype in LOGITS]
 PREFILLS = [v for v in variants.all_variants() if isinstance(v, Prefill)]
 DECODES = [v for v in variants.all_variants() if isinstance(v, Decode)]
 PLAIN64 = [v for v in PREFILLS if not v.glu and v.quantization.group_size == 64]
@@ -122,10 +125,12 @@ def test_schedule_changes_no_bit_of_decode(monkeypatch, variant):
         assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", variants.DTYPES)
+@pytest.mark.parametrize("dtype", LOGITS)
 def test_router(emulator, dtype):
-    router_is_the_formula(dtype)
+    for name in checks.ROUTERS:
+        router_is_the_formula(dtype, name)
     router_bears_bad_logits(dtype)
+    router_sees_small_differences()
 
 
 @pytest.mark.parametrize("variant", [*ROUTES, *ROUTERS, *SAMPLE, *DECODES[::3]], ids=by_id)

@@ -8,6 +8,7 @@ import pytest
 from cases import Case
 from checks import (
     Q4,
+    ROUTERS,
     bad_values_stay_in_their_row,
     batch_does_not_change_a_row,
     block_is_its_parts,
@@ -18,6 +19,7 @@ from checks import (
     permutation_is_the_formula,
     router_bears_bad_logits,
     router_is_the_formula,
+    router_sees_small_differences,
     routing_is_a_stable_sort,
     run,
     run_plain,
@@ -52,10 +54,16 @@ def test_batch_does_not_change_a_row(dtype):
     batch_does_not_change_a_row(dtype)
 
 
-@pytest.mark.parametrize("dtype", variants.DTYPES)
-def test_router(dtype):
-    router_is_the_formula(dtype)
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("dtype", ops.NUMBERS)
+def test_router(dtype, name):
+    router_is_the_formula(dtype, name)
+
+
+@pytest.mark.parametrize("dtype", ops.NUMBERS)
+def test_bad_logits(dtype):
     router_bears_bad_logits(dtype)
+    router_sees_small_differences()
 
 
 @pytest.mark.parametrize("bits_down", [None, 8])

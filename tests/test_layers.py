@@ -111,17 +111,19 @@ class Kernels:
 
         return run
 
-    def moe_block(self, x, logits, top_k, over_all, gate, up, down):
+    def moe_block(self, x, logits, bias, form, gate, up, down):
         rows = logits.size // logits.shape[-1]
-        ids, shares = router_reference(array(logits).reshape(rows, -1), top_k, over_all)
+        bias = None if bias is None else array(bias)
+        ids, shares = router_reference(array(logits).reshape(rows, -1), form, bias)
         self.calls.append(("moe_block", ids.size))
-        out = moe_glu(self._x(x, ids), ids.flatten(), gate, up, down).reshape(rows, top_k, -1)
+        out = moe_glu(self._x(x, ids), ids.flatten(), gate, up, down).reshape(rows, form.top_k, -1)
         return mx.array((out * shares[..., None]).sum(axis=1)).astype(x.dtype).reshape(x.shape)
 
-    def bind_block(self, gate, down, x, top_k, over_all):
+    def bind_block(self, gate, down, x, logits, bias, form):
         def run(inputs, up_part, gate_part, down_part):
             parts = held(gate, gate_part), held(gate, up_part), held(down, down_part)
-            return self.moe_block(*inputs, top_k, over_all, *parts)
+            x, logits, *bias = inputs
+            return self.moe_block(x, logits, bias[0] if bias else None, form, *parts)
 
         return run
 

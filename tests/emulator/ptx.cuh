@@ -72,6 +72,17 @@ DEVICE uint4 ldmatrix_x4(Smem row) {
   return make_uint4(word(0), word(1), word(2), word(3));
 }
 
+DEVICE u32 redux_max(u32 v) {
+  const u32* lanes = gather("redux.max", v);
+  for (int l = 0; l < 32; ++l) v = max(v, lanes[l]);
+  return v;
+}
+DEVICE u32 redux_min(u32 v) {
+  const u32* lanes = gather("redux.min", v);
+  for (int l = 0; l < 32; ++l) v = min(v, lanes[l]);
+  return v;
+}
+
 DEVICE u32 movmatrix_trans(u32 a) {
   const u32* words = gather("movmatrix.trans", a);
   const int row = lane() / 4, column = lane() % 4 * 2;
