@@ -141,6 +141,23 @@ def near(variant: Decode, i: int, split: int = WARPS) -> Probe:
     return routed(variant, [*around(variant.strip.columns, q, dtype), *few(q, dtype)][i], split)
 
 
+def router(name: str, dtype: str = "bf16") -> Probe:
+    """A case of `checks.ROUTERS`."""
+    check = partial(checks.router_is_the_formula, dtype, name)
+    return Probe(f"router, {dtype}: {name}", (variants.router(dtype),), check)
+
+
+def bad_logits() -> Probe:
+    return Probe("router_bears_bad_logits", (variants.router("bf16"),), partial(checks.router_bears_bad_logits, "bf16"))
+
+
+def block() -> Probe:
+    q = Quantization(4, 64)
+    experts = [Decode(q, "bf16", kind, EXPERT_STRIP) for kind in ("glu", "plain")]
+    routers = [variants.router(dtype) for dtype in ("bf16", "fp32")]
+    return Probe("block_is_its_parts", (*routers, *experts), partial(checks.block_is_its_parts, q, "bf16"))
+
+
 # ---- the faults ------------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +174,7 @@ class Mutation:
     sanitize: bool = False
 
 
-PREFILL, ROUTE, QUANT, DECODE = "prefill_sm80.cu", "route.cu", "quant.cuh", "decode.cu"
+PREFILL, ROUTE, QUANT, DECODE, ROUTER = "prefill_sm80.cu", "route.cu", "quant.cuh", "decode.cu", "router.cu"
 P, G = plain(4, 64, "bf16", 16), glu(4, 64, "bf16", 16)
 P8, G8 = plain(8, 64, "bf16", 16), glu(8, 64, "bf16", 16)
 P16, P8_16 = plain(4, 64, "fp16", 16), plain(8, 64, "fp16", 16)
@@ -1475,6 +1492,257 @@ MUTATIONS = [
         "weight rows past the last",
         matrix(D, *ONE, skip=2),
         sanitize=True,
+    ),
+    # The router.
+    Mutation(
+        "router: the higher index of equal logits",
+        ROUTER,
+        "ptx::redux_min(key == best_key ? expert : experts)",
+        "ptx::redux_max(key == best_key ? expert : 0)",
+        "another order of equal experts",
+        router("softmax over all"),
+    ),
+    Mutation(
+        "router: the higher index of equal logits of a lane",
+        ROUTER,
+        "if (keys[i] > key) key",
+        "if (keys[i] >= key && keys[i]) key",
+        "another order of equal experts",
+        router("as many experts as fit"),
+    ),
+    Mutation(
+        "router: a chosen expert stays",
+        ROUTER,
+        "      if (expert == lane + 32 * i) keys[i] = 0;\n",
+        "      (void)expert;\n",
+        "the best expert top_k times",
+        router("softmax over all"),
+    ),
+    Mutation(
+        "router: zeros of two kinds",
+        ROUTER,
+        "__float_as_uint(value + 0.0f)",
+        "__float_as_uint(value)",
+        "-0 smaller than 0",
+        router("all the lanes"),
+    ),
+    Mutation(
+        "router: NaN is nothing",
+        ROUTER,
+        ": 0xFFFFFFFFu;\n}",
+        ": 0;\n}",
+        "an expert that is not there",
+        bad_logits(),
+    ),
+    Mutation(
+        "router: experts past the last",
+        ROUTER,
+        "keys[i] = i < count ? order_key(values[i]) : 0;",
+        "keys[i] = order_key(values[i]);",
+        "ids out of range",
+        router("all the lanes"),
+    ),
+    Mutation(
+        "router: an expert too many",
+        ROUTER,
+        "(experts - lane + 31) / 32",
+        "(experts - lane + 32) / 32",
+        "logits past the last",
+        router("all of them"),
+        sanitize=True,
+    ),
+    Mutation(
+        "router: a token too many",
+        ROUTER,
+        "  if (token >= tokens) return;\n",
+        "",
+        "a warp without a token",
+        router("softmax over all"),
+        sanitize=True,
+    ),
+    Mutation(
+        "router: the largest logit of a lane",
+        ROUTER,
+        "value_of(ptx::redux_max(largest_key))",
+        "value_of(largest_key)",
+        "parts of different wholes",
+        router("softmax over all"),
+    ),
+    Mutation(
+        "router: half a warp added up",
+        ROUTER,
+        "for (int i = 16; i > 0; i /= 2) v +=",
+        "for (int i = 8; i > 0; i /= 2) v +=",
+        "a sum without the other half",
+        router("softmax over all"),
+    ),
+    Mutation(
+        "router: the other sum",
+        ROUTER,
+        "normalise ? sum",
+        "!normalise ? sum",
+        "a softmax over the top-k for one over all",
+        router("softmax over all"),
+    ),
+    Mutation(
+        "router: eps forgotten",
+        ROUTER,
+        "sum + __uint_as_float(eps) * whole",
+        "sum",
+        "a denominator without it",
+        router("softmax with a bias, normalised"),
+    ),
+    Mutation(
+        "router: eps of a sigmoid",
+        ROUTER,
+        "__uint_as_float(eps) * whole",
+        "__uint_as_float(eps)",
+        "an eps beside powers instead of scores",
+        router("softmax with a bias, normalised"),
+    ),
+    Mutation(
+        "router: scale forgotten",
+        ROUTER,
+        "share * __uint_as_float(scale)",
+        "share",
+        "weights as they are normalised",
+        router("sigmoid"),
+    ),
+    Mutation(
+        "router: weights of another token",
+        ROUTER,
+        "number(logits, MOE_LOGITS, row + chosen)",
+        "number(logits, MOE_LOGITS, chosen)",
+        "the logits of the first token",
+        router("many tokens"),
+    ),
+    Mutation(
+        "router: sigmoid upside down",
+        ROUTER,
+        ": -logit)",
+        ": logit)",
+        "1 - sigmoid",
+        router("sigmoid"),
+    ),
+    Mutation(
+        "router: bias forgotten",
+        ROUTER,
+        "order_key(score + biases[i])",
+        "order_key(score)",
+        "a choice by scores",
+        router("sigmoid with a bias"),
+    ),
+    Mutation(
+        "router: bias read as logits are",
+        ROUTER,
+        "load_numbers(biases, bias, bias_kind",
+        "load_numbers(biases, bias, MOE_LOGITS",
+        "numbers of another format",
+        router("sigmoid with a bias"),
+    ),
+    Mutation(
+        "router: one format of 16 bits",
+        ROUTER,
+        "kind == kBf16 ?",
+        "kind != kNone ?",
+        "fp16 taken for bf16",
+        router("softmax with a bias, normalised"),
+    ),
+    Mutation(
+        "router: groups by logits",
+        ROUTER,
+        "bias_kind != kNone || best > 1",
+        "bias_kind != kNone",
+        "sums of logits instead of scores",
+        router("groups without a bias"),
+    ),
+    Mutation(
+        "router: no limit",
+        ROUTER,
+        "if (groups > 1) limit_groups",
+        "if (groups > 64) limit_groups",
+        "experts of all groups",
+        router("groups"),
+    ),
+    Mutation(
+        "router: the best two for one",
+        ROUTER,
+        "if (best == 1) return",
+        "if (best == 0) return",
+        "groups by a sum",
+        router("groups by their best"),
+    ),
+    Mutation(
+        "router: the second best of a lane",
+        ROUTER,
+        "ptx::redux_max(taken ? second : first)",
+        "ptx::redux_max(taken ? second : second)",
+        "a second best that is another lane's first",
+        router("groups"),
+    ),
+    Mutation(
+        "router: equal experts of a group",
+        ROUTER,
+        "holders << (31 - lane) == 0x80000000u",
+        "holders",
+        "the second of two equal experts forgotten",
+        router("groups without a bias"),
+    ),
+    Mutation(
+        "router: an expert of the next group",
+        ROUTER,
+        "- begin < size ? keys[i]",
+        "- begin <= size ? keys[i]",
+        "a group too large",
+        router("groups"),
+    ),
+    Mutation(
+        "router: a group too many",
+        ROUTER,
+        "n < top_groups; ++n",
+        "n <= top_groups; ++n",
+        "the best of the others kept",
+        router("groups"),
+    ),
+    Mutation(
+        "router: the last of equal groups",
+        ROUTER,
+        "ptx::redux_min(mine == largest ? lane : 32)",
+        "ptx::redux_max(mine == largest ? lane : 0)",
+        "another order of equal groups",
+        router("groups without a bias"),
+    ),
+    Mutation(
+        "router: groups all dropped to nothing",
+        ROUTER,
+        "top_groups, best, order_key(__uint_as_float(dropped))",
+        "top_groups, best, 1u",
+        "experts of other groups below negative choices, which are above",
+        router("groups of two"),
+    ),
+    Mutation(
+        "router: groups all dropped to 0",
+        ROUTER,
+        "top_groups, best, order_key(__uint_as_float(dropped))",
+        "top_groups, best, order_key(0)",
+        "experts of other groups above negative choices",
+        router("more than the groups have"),
+    ),
+    Mutation(
+        "router: the winners dropped",
+        ROUTER,
+        "mine != 0);",
+        "mine == 0);",
+        "the wrong groups",
+        router("groups"),
+    ),
+    Mutation(
+        "router: counters as they were",
+        ROUTER,
+        "i < n_counters;",
+        "i < n_counters - 1;",
+        "a strip that nobody combines",
+        block(),
     ),
 ]
 

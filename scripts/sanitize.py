@@ -33,12 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from cases import Case, make_ids, make_weights  # noqa: E402
 from cases import floats as random_floats  # noqa: E402
+from checks import ROUTERS, router_inputs  # noqa: E402
 from numerics import array, check, grouped, moe_glu, router_reference  # noqa: E402
 
 from mlx_moe_fast import jit, ops, variants  # noqa: E402
 from mlx_moe_fast.dispatch import Choice  # noqa: E402
 from mlx_moe_fast.errors import MlxMoeFastError  # noqa: E402
-from mlx_moe_fast.problem import Device, Projection, Quantization  # noqa: E402
+from mlx_moe_fast.problem import Device, Projection, Quantization, RouterForm  # noqa: E402
 from mlx_moe_fast.variants import Decode, Prefill, Probe, Route, Router, Stamp, Variant  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -48,11 +49,13 @@ OK, WRONG, FAILED = "ok", "wrong result", "failed to run"
 
 @dataclass(frozen=True)
 class Problem:
-    """A call of a function of ops on NumPy arrays, and what judges the arrays that come out."""
+    """A call of a function of ops on NumPy arrays, and what judges the arrays that come out. `half`: what 16-bit
+    integers are, where ops asks."""
 
     call: str
     arguments: tuple
     check: Callable[..., None]
+    half: str = "bf16"
 
 
 def raw(a: mx.array | ops.Weights) -> np.ndarray | ops.Weights:
@@ -131,19 +134,39 @@ BLOCK = Quantization(4, 64)  # of the experts behind a router
 
 def block(variant: Router) -> Problem:
     """Router, experts and combination: more tokens than a block of the router takes, an expert that nobody chose."""
-    case = Case(5, 2, 192, 128, 9, BLOCK, variant.dtype)
+    case = Case(5, 2, 192, 128, 9, BLOCK, beside(variant))
     x, _, gate, up, down = case.arrays()
     logits = np.random.default_rng(6).standard_normal((5, 9)).astype(np.float32)
     logits[:, 3] = -9
-    rounded = mx.array(logits).astype(x.dtype)
-    ids, shares = router_reference(array(rounded), 2, True)
+    rounded, form = mx.array(logits).astype(ops.NUMBERS[variant.dtype]), RouterForm(2, normalise=False)
+    ids, shares = router_reference(array(rounded), form)
     rows = moe_glu(array(x).repeat(2, axis=0), ids.flatten(), gate, up, down)
     reference = (rows.reshape(5, 2, -1) * shares[..., None]).sum(axis=1).astype(np.float32)
 
     def judge(out: np.ndarray) -> None:
-        check(floats(out, variant.dtype), reference, variant.dtype, 4)
+        check(floats(out, case.dtype), reference, case.dtype, 4)
 
-    return Problem("moe_block", (raw(x), raw(rounded), 2, True, *map(raw, (gate, up, down))), judge)
+    return Problem("moe_block", (raw(x), raw(rounded), None, form, *map(raw, (gate, up, down))), judge, case.dtype)
+
+
+def beside(variant: Router) -> str:
+    """Of what dtype the experts are."""
+    return "bf16" if variant.dtype == "fp32" else variant.dtype
+
+
+def routed(variant: Router, name: str) -> Problem:
+    """A form of router, with a bias of the logits' dtype or fp32."""
+    form, (logits, bias) = ROUTERS[name][0], router_inputs(name, variant.dtype)
+    if bias is not None and bias.dtype != mx.float32:
+        bias = bias.astype(logits.dtype)
+    expected, shares = router_reference(array(logits), form, None if bias is None else array(bias))
+
+    def judge(ids: np.ndarray, weights: np.ndarray) -> None:
+        np.testing.assert_array_equal(ids, expected)
+        np.testing.assert_allclose(weights, shares, rtol=1e-5)
+
+    arguments = raw(logits), form, None if bias is None else raw(bias)
+    return Problem("router", arguments, judge, beside(variant))
 
 
 def probe() -> Problem:
@@ -179,7 +202,7 @@ def problems(variant: Variant) -> list[Problem]:
             for case, split in zip(cases(variant), (1, variants.WARPS), strict=True)
         ]
     if isinstance(variant, Router):
-        return [block(variant)]
+        return [block(variant), *(routed(variant, name) for name in ROUTERS)]
     if isinstance(variant, Route):
         return [route(variant, rows, 160, tile) for rows, tile in zip((1, 600), variants.TILES.values(), strict=False)]
     return [stamp() if isinstance(variant, Stamp) else probe()]
@@ -191,7 +214,7 @@ def launched(variant: Variant) -> list[Variant]:
         down = cases(variant)[0].down
         return [variant, *([replace(variant, kind="plain", quantization=down)] if is_glu(variant) else [])]
     if isinstance(variant, Router):
-        experts = [Decode(BLOCK, variant.dtype, kind, variants.EXPERT_STRIP) for kind in ("glu", "plain")]
+        experts = [Decode(BLOCK, beside(variant), kind, variants.EXPERT_STRIP) for kind in ("glu", "plain")]
         return [variant, *experts]
     if not isinstance(variant, Prefill):
         return [variant]
@@ -207,15 +230,21 @@ class Array:
     """What ops asks of an array, around a buffer on the GPU."""
 
     buffer: Any
+    half: str
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.buffer, name)  # shape, size, dtype
+        return getattr(self.buffer, name)  # shape, size
+
+    @property
+    def dtype(self) -> Any:
+        known = {"uint16": ops.NUMBERS[self.half], "float32": mx.float32}
+        return known.get(self.buffer.dtype.name, self.buffer.dtype)
 
     def astype(self, _: mx.Dtype) -> "Array":
         return self  # only ids are converted, and these are int32
 
 
-HOST = {mx.int32: np.int32, mx.float32: np.float32}
+HOST = {mx.int32: np.int32, mx.float32: np.float32, mx.bfloat16: np.uint16, mx.float16: np.uint16}
 
 
 @dataclass
@@ -229,6 +258,7 @@ class Card:
     def __post_init__(self) -> None:
         self.cupy.cuda.set_allocator(None)  # no pool: a cudaMalloc for each buffer
         self.modules: dict[str, Any] = {}
+        self.half = ""  # of the problem at hand
 
     def put(self, value: Any) -> Any:
         """`value` with the arrays in it on the GPU."""
@@ -236,7 +266,7 @@ class Card:
             return [self.put(v) for v in value]
         if isinstance(value, ops.Weights):
             return replace(value, **{n: self.put(getattr(value, n)) for n in ("weight", "scales", "biases", "bias")})
-        return Array(self.cupy.asarray(value)) if isinstance(value, np.ndarray) else value
+        return Array(self.cupy.asarray(value), self.half) if isinstance(value, np.ndarray) else value
 
     def launch(
         self,
@@ -258,14 +288,15 @@ class Card:
             results = [self.cupy.empty(shape, dtype) for shape, dtype in specs]
         arguments = (*(a.buffer for a in inputs), *results, *map(np.int32, scalars))
         kernel((blocks,), (variant.threads,), arguments, shared_mem=variant.shared_bytes)
-        return [Array(r) for r in results]
+        return [Array(r, self.half) for r in results]
 
-    def solve(self, call: str, arguments: Iterable) -> list[np.ndarray]:
+    def solve(self, call: str, arguments: Iterable, half: str = "bf16") -> list[np.ndarray]:
         """The arrays that a function of ops gives, back in NumPy."""
+        self.half = half
         result = getattr(ops, call)(*map(self.put, arguments))
         if isinstance(result, ops.Routing):
             result = [result.row_ids, result.tiles, result.x]
-        return [self.cupy.asnumpy(a.buffer) for a in (result if isinstance(result, list) else [result])]
+        return [self.cupy.asnumpy(a.buffer) for a in (result if isinstance(result, list | tuple) else [result])]
 
 
 def child(folder: Path, tool: str, *names: str) -> None:
@@ -392,7 +423,7 @@ def prepare(wanted: Iterable[Variant], folder: Path, arch: str) -> dict[str, lis
         (folder / f"{kernel.id}.cubin").write_bytes(jit.load(kernel, arch).cubin + b"\0")
     made = {v.id: problems(v) for v in wanted}
     for name, given in made.items():
-        (folder / f"{name}.problems").write_bytes(pickle.dumps([(p.call, p.arguments) for p in given]))
+        (folder / f"{name}.problems").write_bytes(pickle.dumps([(p.call, p.arguments, p.half) for p in given]))
     return made
 
 

@@ -266,7 +266,7 @@ ROUTERS = {
     "every limit": (SIGMOID._replace(top_k=32, groups=32, top_groups=5), 2, 512, "fp32"),
     "groups": (V3, 5, 256, "fp32"),
     "groups without a bias": (V3._replace(dropped=-np.inf), 3, 64, None),
-    "groups of two": (V3._replace(top_k=3, groups=6, top_groups=1), 3, 12, "fp32"),
+    "groups of two": (V3._replace(top_k=3, groups=6, top_groups=1), 40, 12, "fp32"),
     "more than the groups have": (V3._replace(top_k=12, groups=5, top_groups=2, dropped=-np.inf), 3, 25, "fp32"),
     "no fewer groups": (V3._replace(top_groups=8), 2, 64, "fp32"),
     "groups by softmax": (V3._replace(score="softmax", groups=4, top_groups=2), 3, 128, None),
@@ -279,7 +279,7 @@ def router_inputs(name: str, dtype: str) -> tuple[mx.array, mx.array | None]:
     rng = np.random.default_rng(8)
     _, tokens, experts, kind = ROUTERS[name]
     logits = mx.array(rng.standard_normal((tokens, experts)) * 3).astype(ops.NUMBERS[dtype])
-    logits[0] = mx.round(logits[0])  # ties
+    logits[0] = mx.round(logits[0] / 2)  # ties, zeros of both signs
     bias = None if kind is None else mx.array(rng.standard_normal(experts) * 0.3 - 0.4).astype(ops.NUMBERS[kind])
     return logits, bias
 

@@ -37,9 +37,8 @@ def test_ids_are_unique_and_can_name_a_kernel_and_a_file():
     ids = [v.id for v in all_variants()]
     # A format has each tile, plain and GLU, the same of the decode kernel, and a dense kernel for each strip.
     a_format = 2 * len(TILES) + 2 + len(DENSE_STRIPS)
-    assert (
-        len(set(ids)) == len(ids) == 2 + len(BITS) + len(DTYPES) + len(BITS) * len(GROUP_SIZES) * len(DTYPES) * a_format
-    )
+    others = 2 + len(BITS) + len(DTYPES) + 1  # probe, stamp, route, router
+    assert len(set(ids)) == len(ids) == others + len(BITS) * len(GROUP_SIZES) * len(DTYPES) * a_format
     assert all(re.fullmatch("[a-z][a-z0-9_]*", i) for i in ids)
 
 
