@@ -16,21 +16,30 @@ enum : int {
 };
 enum Numbers : int { kNone, kFp32, kBf16, kFp16 };
 
-DEVICE float number(const void* array, int kind, i64 i) {
-  if (kind == kFp32) return ptx::load(static_cast<const float*>(array) + i);
-  const u16 bits = ptx::ldg16(static_cast<const u16*>(array) + i);
-  return kind == kBf16 ? ptx::bf16_to_float(bits) : ptx::fp16_to_float(bits);
+// Whether no lane has an i-th expert, nor further ones. Asked of some i only: loops are unrolled, and are left there.
+DEVICE bool past(int i, int experts) { return i % 4 == 0 && 32 * i >= experts; }
+
+DEVICE u32 bits_at(const void* array, int kind, i64 i) {
+  return kind == kFp32 ? ptx::load(static_cast<const u32*>(array) + i) : ptx::ldg16(static_cast<const u16*>(array) + i);
 }
 
-// A lane's `count` numbers, 32 apart, all under way before the first is needed.
+DEVICE float number(u32 bits, int kind) {
+  const float half = kind == kBf16 ? ptx::bf16_to_float(bits) : ptx::fp16_to_float(bits);
+  return kind == kFp32 ? __uint_as_float(bits) : half;
+}
+
+// A lane's `count` of numbers, 32 apart, and zeros. All are under way before the first is needed.
 DEVICE void load_numbers(float (&numbers)[kMost], const void* array, int kind, i64 first, int count) {
+  u32 bits[kMost] = {};
   if (kind == kFp32) {
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) numbers[i] = i < count ? number(array, kFp32, first + 32 * i) : 0;
+    for (int i = 0; i < kMost; ++i) bits[i] = i < count ? bits_at(array, kFp32, first + 32 * i) : 0;
   } else if (kind != kNone) {
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) numbers[i] = i < count ? number(array, kind, first + 32 * i) : 0;
+    for (int i = 0; i < kMost; ++i) bits[i] = i < count ? bits_at(array, kBf16, first + 32 * i) : 0;
   }
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) numbers[i] = number(bits[i], kind);
 }
 
 // Larger values have larger keys, zeros of either sign the same; a NaN's is the largest, and 0 is nobody's.
@@ -49,15 +58,12 @@ DEVICE float warp_sum(float v) {
   return v;
 }
 
-// e^(logit - largest) if softmax, whose part of `whole` is the score; else what the sigmoid is made of. Accurate, unlike
-// ex2.approx: a choice between experts may hang on it.
-DEVICE float power(float logit, bool softmax, float largest) { return expf(softmax ? logit - largest : -logit); }
-
 // How good the group of experts [begin, begin + size) is: the sum of its `best` best choices.
-DEVICE float group_value(const u32 (&keys)[kMost], int lane, u32 begin, u32 size, int best) {
+DEVICE float group_value(const u32 (&keys)[kMost], int experts, int lane, u32 begin, u32 size, int best) {
   u32 first = 0, second = 0;  // of this lane
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
+    if (past(i, experts)) break;
     const u32 key = static_cast<u32>(lane + 32 * i) - begin < size ? keys[i] : 0;
     second = max(second, min(first, key));
     first = max(first, key);
@@ -74,7 +80,7 @@ DEVICE void limit_groups(u32 (&keys)[kMost], int lane, int experts, int groups, 
   u32 mine = 0;  // key of group `lane`
 #pragma unroll 1
   for (int group = 0; group < groups; ++group) {
-    const float value = group_value(keys, lane, group * size, size, best);
+    const float value = group_value(keys, experts, lane, group * size, size, best);
     if (lane == group) mine = order_key(value);
   }
 #pragma unroll 1
@@ -86,9 +92,11 @@ DEVICE void limit_groups(u32 (&keys)[kMost], int lane, int experts, int groups, 
   u32 losers = __ballot_sync(0xFFFFFFFFu, mine != 0);
 #pragma unroll 1
   for (u32 begin = 0; losers; begin += size, losers >>= 1) {
+    if (!(losers & 1)) continue;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      if ((losers & 1) && static_cast<u32>(lane + 32 * i) - begin < size) keys[i] = dropped;
+      if (past(i, experts)) break;
+      if (static_cast<u32>(lane + 32 * i) - begin < size) keys[i] = dropped;
     }
   }
 }
@@ -107,21 +115,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const i64 row = static_cast<i64>(token) * experts;
   const int count = (experts - lane + 31) / 32;  // experts of this lane
-  float values[kMost], biases[kMost] = {};
+  float values[kMost], biases[kMost];
   load_numbers(values, logits, MOE_LOGITS, row + lane, count);
   load_numbers(biases, bias, bias_kind, lane, count);
 
-  u32 keys[kMost], largest_key = 0;
+  u32 keys[kMost] = {}, largest_key = 0;
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
+    if (past(i, experts)) break;
     keys[i] = i < count ? order_key(values[i]) : 0;
     largest_key = max(largest_key, keys[i]);
   }
   const float largest = value_of(ptx::redux_max(largest_key));
+  // e^(logit - largest), whose part of `whole` is the softmax, or e^-logit, of which the sigmoid is made. Accurate,
+  // unlike ex2.approx: a choice between experts may hang on it.
+  const float sign = softmax ? 1 : -1, shift = softmax ? largest : 0;
   float whole = 0;
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    values[i] = power(values[i], softmax, largest);
+    if (past(i, experts)) break;
+    values[i] = expf(sign * values[i] - shift);
     if (i < count) whole += values[i];
   }
   whole = softmax ? warp_sum(whole) : 1;
@@ -129,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const float part = 1 / whole;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
+      if (past(i, experts)) break;
       const float score = softmax ? values[i] * part : ptx::rcp_approx(1 + values[i]);
       if (i < count) keys[i] = order_key(score + biases[i]);
     }
@@ -142,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int expert = experts;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
+      if (past(i, experts)) break;
       if (keys[i] > key) key = keys[i], expert = lane + 32 * i;
     }
     const u32 best_key = ptx::redux_max(key);
@@ -149,13 +164,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (lane == j) chosen = expert;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
+      if (past(i, experts)) break;
       if (expert == lane + 32 * i) keys[i] = 0;
     }
   }
 
   float own = 0;
   if (lane < top_k) {
-    own = power(number(logits, MOE_LOGITS, row + chosen), softmax, largest);
+    own = expf(sign * number(bits_at(logits, MOE_LOGITS, row + chosen), MOE_LOGITS) - shift);
     if (!softmax) own = 1 / (1 + own);
   }
   const float sum = warp_sum(own);

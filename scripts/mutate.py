@@ -1611,16 +1611,16 @@ MUTATIONS = [
     Mutation(
         "router: weights of another token",
         ROUTER,
-        "number(logits, MOE_LOGITS, row + chosen)",
-        "number(logits, MOE_LOGITS, chosen)",
+        "bits_at(logits, MOE_LOGITS, row + chosen)",
+        "bits_at(logits, MOE_LOGITS, chosen)",
         "the logits of the first token",
         router("many tokens"),
     ),
     Mutation(
         "router: sigmoid upside down",
         ROUTER,
-        ": -logit)",
-        ": logit)",
+        "sign = softmax ? 1 : -1",
+        "sign = 1",
         "1 - sigmoid",
         router("sigmoid"),
     ),
@@ -1743,6 +1743,14 @@ MUTATIONS = [
         "i < n_counters - 1;",
         "a strip that nobody combines",
         block(),
+    ),
+    Mutation(
+        "router: four experts of a lane",
+        ROUTER,
+        "32 * i >= experts;",
+        "32 * i >= min(experts, 128);",
+        "loops left too early",
+        router("groups"),
     ),
 ]
 
