@@ -92,7 +92,7 @@ class FastBlock(nn.Module):
         logits, bias = form.logits(self, x), form.bias(self)
         inputs = (x, logits) if bias is None else (x, logits, bias)
         activation = type(getattr(experts, "activation", None))
-        arrays = *(a.shape for a in inputs), *(a.dtype for a in inputs)
+        arrays = x.shape, x.dtype, logits.shape, logits.dtype, None if bias is None else (bias.shape, bias.dtype)
         key = arrays, routing, type(experts), activation, envs.TILE.get()
         y = again(self, key, parts, inputs)
         if y is None:

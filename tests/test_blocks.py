@@ -1,7 +1,9 @@
 """Whole MoE blocks: every family in the table against its own code, and everything that sends a call back to it."""
 
 import importlib
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -138,6 +140,11 @@ def test_the_table_is_about_the_installed_blocks(name):
     form = FORMS[name]
     assert form_of(kind) is form and fingerprint(kind, form.text) == form.fingerprint
     assert fast(kind) is fast(kind) and issubclass(fast(kind), kind) and fast(kind).original is kind
+
+
+def test_the_page_has_every_family():
+    page = (Path(__file__).resolve().parents[1] / "docs" / "batched-decode.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+\.\w+)` \|", page, re.M)) == sorted(FORMS)
 
 
 def test_a_fingerprint_is_about_words_not_spaces(tmp_path, monkeypatch):
