@@ -1,6 +1,7 @@
 """Every kernel on the CPU: the sources as they are, compiled for the host and run by tests/emulator."""
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -185,8 +186,10 @@ def test_x_may_begin_anywhere(monkeypatch, variant):
 def test_sanitizers(monkeypatch):
     """No access outside a buffer, no undefined arithmetic: exact-sized buffers under ASan and UBSan."""
     decodes = [v for v in DECODES if (v.quantization.group_size, v.dtype) in ((32, "bf16"), (128, "fp16"))]
-    build_all([*ROUTES, *SAMPLE, *decodes], jit.sources(), sanitize=True)
+    build_all([*ROUTES, *ROUTERS, *SAMPLE, *decodes], jit.sources(), sanitize=True)
     monkeypatch.setattr(ops, "launch", Emulator(sanitize=True).launch)
+    for name, dtype in zip(checks.ROUTERS, itertools.cycle(LOGITS), strict=False):
+        router_is_the_formula(dtype, name)
     for variant in SAMPLE:
         cases = around(variant.tile.m, variant.quantization, variant.dtype)
         for case in (cases[2], cases[6]):  # tails in N and K; ids out of range and a bias
