@@ -264,19 +264,32 @@ def test_down_projection_with_other_bits(emulator, first, down):
 # ---- the emulator against hardware -----------------------------------------------------------------------------------
 
 
-def ordered(bits: np.ndarray) -> np.ndarray:
-    """16-bit floats as integers in the order of their values, so that a difference counts steps."""
-    return np.where(bits & 0x8000, -(bits & 0x7FFF).astype(np.int32), bits.astype(np.int32))
+def numbers(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """16-bit floats, given as integers."""
+    if dtype == "fp16":
+        return bits.view(np.float16).astype(np.float64)
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def steps_apart(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
+    """How many of their last places numbers are apart. Where the terms of a sum cancel, the rest has their rounding:
+    numbers below an eighth of the root mean square are taken as if they were that large."""
+    size = np.maximum(np.abs(a), np.sqrt(np.mean(a**2)) / 8)
+    return np.abs(a - b) / 2.0 ** (np.floor(np.log2(size)) - (10 if dtype == "fp16" else 7))
 
 
 def compare(variant: Prefill | Decode, recorded: Mapping[str, np.ndarray]) -> None:
-    """Hardware rounds inside an MMA in its own way, so a 16-bit result may be off by a few steps, and few are. Sums of
-    integers are exact."""
+    """Hardware rounds inside an MMA in its own way, so a 16-bit result may be a step off, and few are: more where
+    decode multiplies four bits as 1024 + q, ten bits above what fp16 keeps. Sums of integers are exact."""
     values, routes = outputs(variant)
+    large = isinstance(variant, Decode) and (variant.quantization.bits, variant.dtype) == (4, "fp16")
     for key, out in values.items():
-        steps = np.abs(ordered(out) - ordered(recorded[key]))
-        exact = key.endswith(f"/{EXACT}")
-        assert steps.max() <= (0 if exact else 3) and (steps > 0).mean() <= 0.02, key
+        if key.endswith(f"/{EXACT}"):
+            np.testing.assert_array_equal(out, recorded[key], key)
+        else:
+            steps = steps_apart(*(numbers(bits, variant.dtype) for bits in (out, recorded[key])), variant.dtype)
+            assert steps.max() <= 1.5, key
+            assert (out != recorded[key]).mean() <= (0.25 if large else 0.03), key
     known = json.loads(str(recorded["routes"]))
     assert {key: known[key] for key in routes} == routes
 
@@ -284,8 +297,6 @@ def compare(variant: Prefill | Decode, recorded: Mapping[str, np.ndarray]) -> No
 @pytest.mark.parametrize("variant", recorded_variants(), ids=by_id)
 def test_outputs_are_those_of_an_h200(emulator, variant):
     recorded = np.load(ROOT / "tests" / "data" / "h200.npz")
-    if isinstance(variant, Decode) and not any(key.startswith("decode_") for key in recorded.files):
-        pytest.skip("tests/data/h200.npz was recorded without decode: run scripts/record_outputs.py h200 on one")
     compare(variant, recorded)
 
 
@@ -301,7 +312,7 @@ def test_a_recording_holds_all_that_is_compared(emulator, tmp_path):
     compare(variant, recorded)
     for key, step in ((f"{variant.id}/{EXACT}", 1), (f"{variant.id}/1", 4)):
         wrong = recorded[key].copy()
-        wrong.flat[np.argmax(wrong != 0)] ^= step
+        wrong.flat[np.argmax(wrong & 0x7FFF)] ^= step  # of the largest
         with pytest.raises(AssertionError, match=key):
             compare(variant, {**recorded, key: wrong})
 

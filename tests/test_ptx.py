@@ -238,7 +238,7 @@ def test_emulator(example):
 @pytest.mark.gpu
 @pytest.mark.parametrize("example", EXAMPLES, ids=by_id)
 def test_card(monkeypatch, example):
-    if device.current().capability != (9, 0):
+    if device.current().compute_capability != (9, 0):
         pytest.skip("needs a device of compute capability 9.0")
     add_source(monkeypatch, example.sketch)
     (out,) = launch.launch(example.sketch, example.inputs, [example.output], [example.n], blocks=1)
