@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from . import calls, device, dispatch, envs, ops, variants
-from .calls import again, remember, traced
+from .calls import checked, remember, traced
 from .eligibility import Reason, Rejection, check_call, check_first, fuses, weights
 from .errors import KernelBuildError
 from .forms import FORMS, Form, fingerprint, form_of
@@ -94,7 +94,8 @@ class FastBlock(nn.Module):
         activation = type(getattr(experts, "activation", None))
         arrays = x.shape, x.dtype, logits.shape, logits.dtype, None if bias is None else (bias.shape, bias.dtype)
         key = arrays, routing, type(experts), activation, envs.TILE.get()
-        y = again(self, key, parts, inputs)
+        call = self._moe_fast_calls.get(key)
+        y = call and call(self, parts, *inputs)
         if y is None:
             y = self._first(inputs, key, parts, bias, routing)
         if y is None:
@@ -123,7 +124,8 @@ class FastBlock(nn.Module):
         up, gate, down = (weights(part, p) for part, p in zip(parts, plan, strict=True))
         try:
             y = ops.moe_block(x, logits, bias, routing, gate, up, down)
-            remember(self, key, parts, ops.bind_block(gate.projection, down.projection, x, logits, bias, routing))
+            run = ops.bind_block(gate.projection, down.projection, x, logits, bias, routing)
+            remember(self, key, checked(parts, run))
         except KernelBuildError as error:
             warn_once(f"{Reason.BUILD.value}: {error}")
             return None

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
 
 from . import calls, device, dispatch, envs, ops
-from .calls import again, remember, traced
+from .calls import alone, checked, remember, traced
 from .eligibility import Reason, Rejection, check_call, check_chain, check_first, describe, fuses, weights
 from .errors import KernelBuildError
 from .problem import Projection
@@ -122,7 +122,8 @@ class FastExperts(nn.Module):
             return self.original.__call__(self, x, indices)
         key = x.shape, x.dtype, indices.shape, indices.dtype, type(self.activation), envs.TILE.get()
         layers = [self[name] for name in self.parts]
-        out = again(self, key, layers, (x, indices))
+        call = self._moe_fast_calls.get(key)
+        out = call and call(self, layers, x, indices)
         if out is not None:
             return out
         indices = mx.stop_gradient(indices)
@@ -142,7 +143,7 @@ class FastExperts(nn.Module):
             out = self.experts(x, indices, plan)  # a reshape costs as much as a small kernel
             run = self.launches(x, indices, plan)
             if run:
-                remember(self, key, layers, run)
+                remember(self, key, checked(layers, run))
             return out
 
         return attempt(lambda x: in_chunks(fast, x, indices, MAX_ROWS), lambda x: stock(x, indices), x, layers)
@@ -245,8 +246,12 @@ class FastDense(nn.Module):
 
     def multiply(self, x: mx.array, stock: Callable[[mx.array], mx.array]) -> mx.array:
         """x [..., K] -> [..., N]."""
-        key = x.shape, x.dtype
-        out = again(self, key, (self,), (x,))
+        shape = x.shape
+        if shape and x.size < self.few_rows * shape[-1]:  # at once: MLX's thread is what a single sequence waits for
+            return stock(x)
+        key = shape, x.dtype
+        call = self._moe_fast_calls.get(key)
+        out = call and call(self, x)
         if out is not None:
             return out
         plan = self.check(x)
@@ -255,7 +260,7 @@ class FastDense(nn.Module):
 
         def fast(x: mx.array) -> mx.array:
             out = ops.dense_qmm(x, weights(self, plan))
-            remember(self, key, (self,), ops.bind_dense(plan, x))
+            remember(self, key, alone(self, ops.bind_dense(plan, x)))
             return out
 
         return attempt(fast, stock, x, [self])

@@ -176,15 +176,15 @@ def _decode(x: mx.array, ids: mx.array, choice: Choice, *weights: Weights) -> mx
 
 
 def bind_glu(gate: Projection, down: Projection, x: mx.array, ids: mx.array) -> Callable[..., mx.array] | None:
-    """`moe_glu` for few rows of shapes like these, as a function of (x, ids) and the arrays of up, gate and down; None
-    if ids have to be converted."""
+    """`moe_glu` for few rows of shapes like these, as a function of x, ids and the arrays of up, gate and down; None if
+    ids have to be converted."""
     if ids.dtype not in WORDS:
         return None
     first = _few(gate, True, x.size // gate.k, ids.shape, x.dtype, choose(ids.size, gate, glu=True)).bind()
     last = _few(down, False, ids.size, ids.shape, x.dtype, choose(ids.size, down)).bind()
 
-    def run(inputs: tuple[mx.array, ...], up: Arrays, gate: Arrays, down: Arrays) -> mx.array:
-        x, ids = inputs
+    def run(x: mx.array, ids: mx.array, *arrays: mx.array) -> mx.array:
+        up, gate, down = arrays[:4], arrays[4:8], arrays[8:]
         return last(inputs=(*first(inputs=(x, *gate, *up, ids)), *down, ids, x, x))[0]
 
     return run
@@ -272,22 +272,23 @@ def moe_block(
 def bind_block(
     gate: Projection, down: Projection, x: mx.array, logits: mx.array, bias: mx.array | None, form: RouterForm
 ) -> Callable[..., mx.array]:
-    """`moe_block` for arrays like these, as a function of (x, logits), or (x, logits, bias), and the arrays of up, gate
-    and down."""
+    """`moe_block` for arrays like these, as a function of x, logits, the bias if there is one, and the arrays of up,
+    gate and down."""
     route, first, last = (part.bind() for part in _block(gate, down, x, logits, bias, form))
 
-    def run(inputs: tuple[mx.array, ...], up: Arrays, gate: Arrays, down: Arrays) -> mx.array:
-        ids, weights, finished = route(inputs=(inputs[1], inputs[-1]))
-        (hidden,) = first(inputs=(inputs[0], *gate, *up, ids))
+    def run(x: mx.array, logits: mx.array, *arrays: mx.array) -> mx.array:
+        up, gate, down = arrays[-12:-8], arrays[-8:-4], arrays[-4:]
+        ids, weights, finished = route(inputs=(logits, logits if bias is None else arrays[0]))
+        (hidden,) = first(inputs=(x, *gate, *up, ids))
         return last(inputs=(hidden, *down, ids, weights, finished))[1]
 
     return run
 
 
 def bind_dense(p: Projection, x: mx.array) -> Callable[..., mx.array]:
-    """`dense_qmm` for an x like this, as a function of (x,) and the weights' arrays."""
+    """`dense_qmm` for an x like this, as a function of x and the weights' arrays."""
     run = _dense(p, x).bind()
-    return lambda inputs, arrays: run(inputs=inputs + arrays)[0]
+    return lambda *arrays: run(inputs=arrays)[0]
 
 
 def _words(ids: mx.array) -> mx.array:

@@ -13,7 +13,7 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 from numerics import array, rel_rms
 from test_layers import F, H, finish, floats, glu, ids, kernels, same, stock  # noqa: F401
 
-from mlx_moe_fast import calls, device, eligibility, layers
+from mlx_moe_fast import calls, device, eligibility, layers, ops
 from mlx_moe_fast.patching import unpatch
 
 
@@ -236,3 +236,93 @@ def test_seen_is_about_these_arrays_of_this_class():
     assert eligibility.NOTHING_SEEN.arrays(layer) is None
     layer.__class__ = nn.QuantizedLinear
     assert seen.arrays(layer) is None
+
+
+# ---- compiled by MLX -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lazy(monkeypatch):
+    """A dense layer whose kernel is MLX's own, remembered for three rows; `runs` counts how often its Python ran."""
+
+    class Lazy:
+        runs = 0
+
+    found = Lazy()
+
+    def product(x, weights):
+        p = weights.projection.quantization
+        arrays = weights.weight, weights.scales, weights.biases
+        return mx.quantized_matmul(x, *arrays, transpose=True, group_size=p.group_size, bits=p.bits)
+
+    def bind(projection, _):
+        def run(x, *arrays):
+            found.runs += 1
+            return product(x, ops.Weights(projection, *arrays[:3]))
+
+        return run
+
+    monkeypatch.setattr(ops, "dense_qmm", product)
+    monkeypatch.setattr(ops, "bind_dense", bind)
+    monkeypatch.setattr(ops, "own_their_buffers", eligibility.contiguous_on_host)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    found.layer, found.x = linear(), floats(3, H)
+    found.expected = found.layer(found.x)
+    assert same(found.layer(found.x), found.expected) and found.runs == 1
+    return found
+
+
+def test_the_python_of_a_kernel_runs_once(lazy):
+    for factor in (2, 4):
+        assert same(lazy.layer(lazy.x * factor), lazy.expected * factor)
+    assert lazy.runs == 1
+
+
+def test_other_weights_are_not_those_of_the_first_call(lazy):
+    lazy.layer.scales, lazy.layer.biases = lazy.layer.scales * 2, lazy.layer.biases * 2
+    assert same(lazy.layer(lazy.x), lazy.expected * 2) and same(lazy.layer(lazy.x), lazy.expected * 2)
+
+
+def test_layers_do_not_share_what_is_compiled(lazy):
+    other = linear()
+    other.scales, other.biases = other.scales * 4, other.biases * 4
+    assert same(other(lazy.x), lazy.expected * 4) and same(other(lazy.x), lazy.expected * 4)
+    assert same(lazy.layer(lazy.x), lazy.expected)
+
+
+@pytest.mark.parametrize("transformation", ["grad", "compile"])
+def test_a_transformation_that_looks_on_sees_a_checked_call(lazy, transformation):
+    checks, check = [], type(lazy.layer).check
+    lazy.layer.check = lambda x: checks.append(x.shape) or check(lazy.layer, x)
+    if transformation == "grad":
+        found = mx.grad(lambda x: lazy.layer(x).sum())(lazy.x)
+        expected = mx.grad(lambda x: stock(lazy.layer, x).sum())(lazy.x)
+    else:
+        found, expected = mx.compile(lambda x: lazy.layer(x) * 2)(lazy.x), lazy.expected * 2
+    assert same(found, expected) and len(checks) == 1
+    assert same(lazy.layer(lazy.x), lazy.expected) and len(checks) == 1
+
+
+def test_a_second_thread_and_a_second_stream_compile_for_themselves(lazy):
+    outs, runs = [], []
+
+    def call():
+        for _ in range(4):
+            outs.append(same(lazy.layer(lazy.x), lazy.expected))
+            runs.append(lazy.runs)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert outs == [True] * 4 and 1 < runs[0] and runs[1] == runs[3]  # MLX may compile twice in a new thread
+    with mx.stream(mx.new_stream(mx.cpu)):
+        assert same(lazy.layer(lazy.x), lazy.expected)
+    assert lazy.runs == runs[3] + 1 and same(lazy.layer(lazy.x), lazy.expected) and lazy.runs == runs[3] + 1
+
+
+def test_where_compilation_is_off_results_are_the_same(lazy):
+    mx.disable_compile()
+    try:
+        assert same(lazy.layer(lazy.x), lazy.expected)
+    finally:
+        mx.enable_compile()
