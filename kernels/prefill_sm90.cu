@@ -36,9 +36,13 @@ struct Config {
     kRingOffset = kStages * kStageBytes,
     kBarrierOffset = kRingOffset + kWarps * kRing * kWarpBytes,
     kSharedBytes = kBarrierOffset + kStages * 16,
+    kLoaderRegisters = kBits == 4 ? 40 : 24,  // a loader has the more rows, the wider a token's K block is
+    kMultiplierRegisters = kBits == 4 ? 232 : 240,
   };
   static_assert(kRing >= 2 && kStages >= 3, "copies run ahead, and a stage is released one step after it was read");
   static_assert(kSharedBytes <= 227 * 1024, "what sm_90 gives a block");
+  static_assert(kLoaders * kLoaderRegisters + 32 * kWarps * kMultiplierRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
+                "what a block starts with");
 };
 
 template <int N>
@@ -153,7 +157,8 @@ struct Loader {
       u32 from[kRowsPerThread];  // rows of x in units of 16 bytes. Those past the end of the tile repeat the last
 #pragma unroll
       for (int i = 0; i < kRowsPerThread; ++i) {
-        from[i] = i < rows ? p.x_row(unit.tile.y + min(r0 + i * kRowStep, unit.tile.z - 1)) * (p.k_pad / 8) : 0;
+        const int row = i < rows ? p.x_row(unit.tile.y + min(r0 + i * kRowStep, unit.tile.z - 1)) : 0;
+        from[i] = static_cast<u32>(row) * static_cast<u32>(p.k_pad / 8);
       }
       const uint4* x = reinterpret_cast<const uint4*>(p.x) + chunk;
 #pragma unroll 1
@@ -346,10 +351,10 @@ DEVICE void prefill(const Problem& p, int slots, const void* shared) {
   const Units<C> units{p, slots};
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < kLoaders) {
-    ptx::setmaxnreg_dec<40>();
+    ptx::setmaxnreg_dec<C::kLoaderRegisters>();
     Loader<C>{p, barriers}.run(units);
   } else {
-    ptx::setmaxnreg_inc<232>();
+    ptx::setmaxnreg_inc<C::kMultiplierRegisters>();
     Multiplier<C>{p, barriers, (thread - kLoaders) / 32, thread % 32}.run(units);
   }
 }
