@@ -1,18 +1,9 @@
-// Grouped quantized matmul for many rows on mma.sync and cp.async: every row has an expert, and
-//
-//   plain  out[row, n] = sum_k w[e, n, k] x[row, k] + bias[e, n], written to the rows' original places
-//   GLU    out[row, n] = silu(gate[row, n]) * up[row, n], two such products, written in sorted order with n
-//          permuted as the next matmul reads it: nothing is gathered, sorted or permuted between the two
-//
-// Weights are the A operand (out^T = W x^T): 128 weight rows by up to kTileM tokens a block, one K block (64 bytes
-// of a weight row, quant.cuh) a pipeline stage. The 128 rows are two panels of 64: gate and up in GLU, neighbours
-// else. A warp owns 16 rows of each panel and every token of the tile, so no weight is dequantised twice, and
-// gate and up of an output meet in one thread. Which weight row an MMA row stands for is free; it is chosen so
-// that after the transposition a thread holds 16 (GLU: 8) contiguous bytes of output.
+// Grouped quantized matmul for many rows on mma.sync and cp.async (prefill.cuh): 128 weight rows by up to kTileM tokens
+// a block, one K block (64 bytes of a weight row, quant.cuh) a pipeline stage.
 //
 // blockIdx.x = tile * n_blocks + n_block: blocks that run together share a token tile; its expert's weights come
 // from L2 for the next one. A tile with few rows runs fewer MMAs, down to 16 tokens.
-#include "quant.cuh"
+#include "prefill.cuh"
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kTileN = 128, kPanel = kTileN / 2;
@@ -27,7 +18,6 @@ struct Config {
   static constexpr int kBlocksM = kTileM / 16;
   static constexpr int kWords = MOE_UNROLL_WORDS, kUnroll = kWords * 8 / kBits;  // MMA steps of a round
   static constexpr int kGroups = kTileK > kGroup ? kTileK / kGroup : 1;          // scale groups of a stage
-  static constexpr int kRun = kGlu ? 2 : 4;                                      // 8-row blocks whose rows interleave
 
   // Two rows of padding put the groups of a K block into different banks.
   static constexpr int kScalePitch = (kTileN + 2) * 8, kScaleBytes = kGroups * kScalePitch;
@@ -53,55 +43,20 @@ DEVICE void next_words(uint4& w) {
   if constexpr (kCount == 2) w = make_uint4(w.z, w.w, 0, 0);
 }
 
-struct Problem {
-  const u16* x;                   // [x_rows, k_pad], K permuted
-  const unsigned char *w, *w_up;  // [experts, n, k * bits / 8]; GLU: w is the gate
-  const u16 *scales, *scales_up;  // [experts, n, k / group]
-  const u16 *biases, *biases_up;  // the same
-  const u16 *bias, *bias_up;      // [experts, n], read if has_bias
-  const int4* tiles;              // route.cu
-  const int* row_ids;             // [rows]
-  u16* out;                       // plain: [rows, n]; GLU: [rows, out_width]
-  int experts, n, k, k_pad;
-  int x_div;  // a sorted row's input is x[row_ids[row] / x_div]; 0: x[row]
-  int has_bias;
-  int scatter;              // plain: a sorted row goes to row_ids[row]; 0: to row
-  int out_width, out_bits;  // GLU: padded width, and the bits whose K permutation `out` is written in
-};
-
-// Where MMA row i of 8-row block b stands among the 8 * kRun rows that interleave: once transposed, lane t of a
-// quad holds rows i = 2 t, 2 t + 1 of every block, and these must be neighbours in memory.
-template <int kRun>
-DEVICE int interleaved_row(int b, int i) {
-  return 2 * kRun * (i / 2) + 2 * b + i % 2;
-}
-
-// One block's work: a tile of tokens of one expert, kTileN weight rows.
 template <class C>
-struct Block {
+struct Block : Tile<typename C::Type, C::kGlu, kWarps> {
   using T = typename C::Type;
+  using Base = Tile<T, C::kGlu, kWarps>;
   using Accumulators = float[2][2 * C::kBlocksM][4];  // panel, 8-token block, MMA fragment
+  using Base::block_row, Base::lane, Base::p, Base::tile, Base::weight_row;
 
-  const Problem& p;
-  const int4 tile;  // expert, first sorted row, rows
-  const int n0;     // first output feature (plain) or first permuted position (GLU)
   const ptx::Smem smem;
-  const int warp, lane;
-
-  // Weight row that shared row r holds. In GLU both panels hold the same features.
-  DEVICE int weight_row(int r) const { return C::kGlu ? logical_k(n0 + r % kPanel, p.out_bits) : n0 + r; }
-
-  // Shared row that MMA row i of half `half` of a panel's m16 block reads.
-  DEVICE int shared_row(int panel, int half, int i) const {
-    if constexpr (C::kGlu) return panel * kPanel + warp * 16 + interleaved_row<C::kRun>(half, i);
-    return warp * 32 + interleaved_row<C::kRun>(2 * panel + half, i);
-  }
 
   // Where each token of the tile lies in x, a loading thread's rows side by side. Rows past the end repeat the last.
   DEVICE void fill_row_table() const {
     for (int i = threadIdx.x; i < C::kTileM; i += kThreads) {
       const int row = tile.y + min(i % C::kRowsPerThread * C::kRowStep + i / C::kRowsPerThread, tile.z - 1);
-      ptx::sts32(smem + C::kRowOffset + i * 4, p.x_div ? ptx::load(p.row_ids + row) / p.x_div : row);
+      ptx::sts32(smem + C::kRowOffset + i * 4, p.x_row(row));
     }
   }
 
@@ -179,7 +134,7 @@ struct Block {
     Quantized q;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int panel = i / 2, half = i % 2, row = shared_row(panel, half, 0) - shared_row(0, 0, 0);
+      const int panel = i / 2, half = i % 2, row = block_row(panel, half, 0) - block_row(0, 0, 0);
       q.words[panel][half] = ptx::lds128(weights + row * KBlock<C::kBits>::kBytes);
       q.scale[panel][half] = ptx::lds64(scales + row * 8);
     }
@@ -216,43 +171,6 @@ struct Block {
     }
   }
 
-  // Bias of the row that a lane accumulates in one half of a panel's m16 block.
-  DEVICE float load_bias(int panel, int half) const {
-    const int row = weight_row(shared_row(panel, half, lane / 4));
-    if (!p.has_bias || row >= p.n) return 0.0f;
-    const u16* bias = C::kGlu && panel == 1 ? p.bias_up : p.bias;
-    return T::to_float(ptx::ldg16(bias + static_cast<i64>(tile.x) * p.n + row));
-  }
-
-  DEVICE void store(int active, const Accumulators& acc) const {
-    const int width = C::kGlu ? p.out_width : p.n, t = lane % 4;
-    const int column = n0 + warp * 8 * C::kRun + 2 * C::kRun * t;
-    float bias[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bias[i / 2][i % 2] = load_bias(i / 2, i % 2);
-#pragma unroll
-    for (int j = 0; j < 2 * C::kBlocksM; ++j) {
-      if (j >= 2 * active) return;
-      u32 pairs[C::kRun];  // of two tokens of a row; transposed, of two rows of a token
-#pragma unroll
-      for (int b = 0; b < C::kRun; ++b) {
-        const auto value = [&](int panel, int c) { return acc[panel][j][b % 2 * 2 + c] + bias[panel][b % 2]; };
-        const u32 packed = C::kGlu ? T::pack(swiglu(value(0, 0), value(1, 0)), swiglu(value(0, 1), value(1, 1)))
-                                   : T::pack(value(b / 2, 0), value(b / 2, 1));
-        pairs[b] = ptx::movmatrix_trans(packed);
-      }
-      const int token = 8 * j + lane / 4, sorted = tile.y + token;
-      if (token >= tile.z || column >= width) continue;
-      const i64 row = !C::kGlu && p.scatter ? ptx::load(p.row_ids + sorted) : sorted;
-      u16* out = p.out + row * width + column;
-      if constexpr (C::kGlu) {
-        ptx::store(reinterpret_cast<uint2*>(out), make_uint2(pairs[0], pairs[1]));
-      } else {
-        ptx::store(reinterpret_cast<uint4*>(out), make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
-      }
-    }
-  }
-
   DEVICE void run() const {
     int active = 1;  // 16-token blocks that hold tokens, rounded up to a power of two
     while (16 * active < tile.z) active *= 2;
@@ -272,7 +190,7 @@ struct Block {
     load_scales(0, scale_offset, scale, bias);
     store_scales(0, scale, bias);
 
-    const int t = lane % 4, row = shared_row(0, 0, lane / 4);
+    const int t = lane % 4, row = block_row(0, 0, lane / 4);
     const ptx::Smem lane_weights = row * KBlock<C::kBits>::kBytes + t * 16;
     const ptx::Smem lane_scales = smem + C::kScaleOffset + t * (C::kTileK / 4) / C::kGroup * C::kScalePitch + row * 8;
     const ptx::Smem lane_tokens =
@@ -311,34 +229,18 @@ struct Block {
       if (more) store_scales((kb + 1) & 1, scale, bias);
       read = read + C::kStageBytes == end ? smem : read + C::kStageBytes;
     }
-    store(active, acc);
-  }
-
-  // Rows whose expert id was out of range; GLU's are never read.
-  DEVICE void store_zeros() const {
-    if constexpr (!C::kGlu) {
-      for (int i = threadIdx.x; i < tile.z * (kTileN / 8); i += kThreads) {
-        const int column = n0 + i % (kTileN / 8) * 8, sorted = tile.y + i / (kTileN / 8);
-        if (column >= p.n) continue;
-        const i64 row = p.scatter ? ptx::load(p.row_ids + sorted) : sorted;
-        ptx::store(reinterpret_cast<uint4*>(p.out + row * p.n + column), make_uint4(0, 0, 0, 0));
-      }
-    }
+    this->template store<2 * C::kBlocksM>(2 * active, [&](int panel, int j, int c) { return acc[panel][j][c]; });
   }
 };
 
 template <class C>
 DEVICE void prefill(const Problem& p, const void* shared) {
-  constexpr int kColumns = C::kGlu ? kPanel : kTileN;
-  const int n_blocks = ((C::kGlu ? p.out_width : p.n) + kColumns - 1) / kColumns;
+  const int n_blocks = (p.width(C::kGlu) + Block<C>::kColumns - 1) / Block<C>::kColumns;
   const int4 tile = ptx::load(p.tiles + blockIdx.x / n_blocks);
   if (tile.z == 0) return;
-  const Block<C> block{p,
-                       tile,
-                       static_cast<int>(blockIdx.x % n_blocks) * kColumns,
-                       ptx::smem_address(shared),
-                       static_cast<int>(threadIdx.x) / 32,
-                       static_cast<int>(threadIdx.x) % 32};
+  const int n0 = static_cast<int>(blockIdx.x % n_blocks) * Block<C>::kColumns;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const Block<C> block{{p, tile, n0, warp, lane}, ptx::smem_address(shared)};
   tile.x == p.experts ? block.store_zeros() : block.run();
 }
 

@@ -21,6 +21,12 @@ def current() -> Device | None:
     return Device(str(info.get("device_name", "NVIDIA GPU")), capability)
 
 
+def arch() -> str:
+    """The architecture that kernels are compiled for; empty if there is no device."""
+    target = current()
+    return target.arch if target else ""
+
+
 def on_gpu() -> bool:
     """Whether an operation made now runs on the GPU."""
     return mx.default_device() == mx.gpu

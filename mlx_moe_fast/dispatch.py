@@ -1,17 +1,22 @@
 """Problem -> kernel and launch shape. Pure: no arrays, no device, and every choice can be explained."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
 from . import envs
 from .errors import MlxMoeFastError
 from .problem import Projection
-from .variants import DENSE_STRIPS, EXPERT_STRIP, TILES, WARPS, Strip, Tile
+from .variants import DENSE_STRIPS, EXPERT_STRIP, TILES, WARPS, WGMMA, WGMMA_ARCH, Strip, Tile, WgmmaTile
 
 # Most rows an expert, on average, for which a tile height was the fastest on an H200; taller tiles run shorter
 # loops when they are not full, so a tall one serves a wide range (kernels/LOG.md).
 ROWS_PER_EXPERT = ((6, 16), (22, 32), (90, 64))
 TALLEST = max(TILES)
+
+# Rows an expert, on average, from which the wgmma kernel serves on sm_90a: none, before it has been checked on a card.
+WGMMA_ROWS_PER_EXPERT = math.inf
+FORCIBLE: dict[str, Tile | WgmmaTile] = {**{str(m): tile for m, tile in TILES.items()}, "wgmma": WGMMA}
 
 # Routed rows for which the decode kernel reads the weights: any up to the first number, so that the bits of a row do
 # not depend on the size of a small batch, and up to the last one where experts have few rows (kernels/LOG.md).
@@ -40,11 +45,11 @@ def few_rows(n: int, k: int, dense: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """A tile of the prefill kernel or a strip of the decode kernel, how many of whose warps share the parts of K; and
+    """A tile of a prefill kernel or a strip of the decode kernel, how many of whose warps share the parts of K; and
     why. `per_sm`: blocks for each of `sms` multiprocessors, which share a dense matrix evenly; 0: as many blocks as
     the matrix fills."""
 
-    shape: Tile | Strip
+    shape: Tile | WgmmaTile | Strip
     split: int
     why: str
     per_sm: int = 0
@@ -63,31 +68,35 @@ def slots(rows: int, experts: int) -> int:
     return min(rows, experts + 1)
 
 
-def forced_tile() -> Tile | None:
+def forced_tile() -> Tile | WgmmaTile | None:
     """The tile that the environment asks for. Raises if it does not exist."""
     forced = envs.TILE.get()
-    if not forced:
-        return None
-    if not forced.isdecimal() or int(forced) not in TILES:
-        raise MlxMoeFastError(
-            f"{envs.TILE.name}={forced!r} is no tile height.", f"Use one of {', '.join(map(str, TILES))}."
-        )
-    return TILES[int(forced)]
+    if forced and forced not in FORCIBLE:
+        raise MlxMoeFastError(f"{envs.TILE.name}={forced!r} is no tile.", f"Use one of {', '.join(FORCIBLE)}.")
+    return FORCIBLE.get(forced)
 
 
-def choose(rows: int, projection: Projection, glu: bool = False) -> Choice:
+def tiles(arch: str) -> list[Tile | WgmmaTile]:
+    """Every tile that `choose` may come to on `arch`."""
+    wgmma = arch == WGMMA_ARCH and (WGMMA_ROWS_PER_EXPERT < math.inf or forced_tile() is WGMMA)
+    return [*TILES.values(), *([WGMMA] if wgmma else [])]
+
+
+def choose(rows: int, projection: Projection, glu: bool = False, arch: str = "") -> Choice:
     """The shape for `rows` routed rows (tokens x top-k) of `projection` (GLU: of a pair of such)."""
     tile = forced_tile()
-    return Choice(tile, 1, f"forced by {envs.TILE.name}") if tile else _choose(rows, projection, glu)
+    return Choice(tile, 1, f"forced by {envs.TILE.name}") if tile else _choose(rows, projection, glu, arch)
 
 
 @cache
-def _choose(rows: int, projection: Projection, glu: bool) -> Choice:
+def _choose(rows: int, projection: Projection, glu: bool, arch: str) -> Choice:
     p, per_expert = projection, rows / projection.experts
     why = f"{per_expert:.1f} rows an expert"
     if rows <= DECODE_ROWS or (rows <= MOST_DECODE_ROWS and per_expert <= DECODE_ROWS_PER_EXPERT):
         features, strip = p.n * (2 if glu else 1), EXPERT_STRIP
         return Choice(strip, split(features, p.k, p.quantization.bits, slots(rows, p.experts), strip.tiles), why)
+    if arch == WGMMA_ARCH and per_expert >= WGMMA_ROWS_PER_EXPERT:
+        return Choice(WGMMA, 1, why)
     return Choice(TILES[next((m for most, m in ROWS_PER_EXPERT if per_expert <= most), TALLEST)], 1, why)
 
 

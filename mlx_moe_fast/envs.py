@@ -21,7 +21,8 @@ MODE = Variable("MLX_MOE_FAST_MODE", "`auto`, `off` or `require`: what the comma
 CACHE_DIR = Variable("MLX_MOE_FAST_CACHE_DIR", "Where compiled kernels are kept; default: the user's cache directory.")
 TILE = Variable(
     "MLX_MOE_FAST_TILE",
-    "Token tile of the prefill kernel, whatever the problem and even if MLX is faster: 16, 32, 64 or 128.",
+    "Token tile of the prefill kernel, whatever the problem and even if MLX is faster: 16, 32, 64 or 128; "
+    "`wgmma`: that of sm_90 instead.",
 )
 COMMIT = Variable("MLX_MOE_FAST_COMMIT", "Commit that benchmark results name where there is no git checkout.")
 

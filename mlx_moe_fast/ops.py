@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from . import device, variants
-from .dispatch import Choice, choose, choose_dense, slots
+from .dispatch import Choice, choose, choose_dense, slots, tiles
 from .launch import bind, launch
 from .problem import Projection, RouterForm
-from .variants import Decode, Router, Strip, Tile
+from .variants import Decode, Prefill, Router, Strip, Tile, WgmmaTile
 
 ALIGNMENT = 16  # bytes: what one asynchronous copy moves
 WORDS = (mx.uint32, mx.int32)
@@ -54,14 +54,14 @@ class Routing:
     tiles: mx.array
     x: mx.array
     rows: int
-    tile: Tile
+    tile: Tile | WgmmaTile
 
 
 def _permute_blocks(rows: int, width: int) -> int:
     return -(-rows * width // (PERMUTE_CHUNK * variants.ROUTE_THREADS))
 
 
-def route(ids: mx.array, x: mx.array, experts: int, bits: int, tile: Tile) -> Routing:
+def route(ids: mx.array, x: mx.array, experts: int, bits: int, tile: Tile | WgmmaTile) -> Routing:
     """Sorts rows by expert and permutes x for `bits`-bit weights, in one launch.
 
     Args:
@@ -98,33 +98,34 @@ def permute(x: mx.array, bits: int) -> mx.array:
     return permuted
 
 
+def _tiled(
+    variant: Prefill, routing: Routing, inputs: list[mx.array], width: int, dtype: mx.Dtype, scalars: list[int]
+) -> mx.array:
+    """[rows, width], by blocks for each tile of `routing` and `variant.features` of `width`."""
+    slots = routing.tiles.shape[0]
+    blocks = -(-width // variant.features) * slots
+    if isinstance(variant.tile, WgmmaTile):  # as many as run at once, which share the work
+        blocks, scalars = min(blocks, device.multiprocessors() or blocks), [*scalars, slots]
+    inputs = [*inputs, routing.tiles, routing.row_ids]
+    return launch(variant, inputs, [((routing.rows, width), dtype)], scalars, blocks=blocks)[0]
+
+
 def _grouped(routing: Routing, x: mx.array, weights: Weights, x_div: int, scatter: bool) -> mx.array:
     """[rows, N]: one product. x is permuted; row r reads x[r // x_div], or its sorted place if x_div is 0."""
     p = weights.projection
-    n_blocks = -(-p.n // variants.TILE_N)
-    (out,) = launch(
-        variants.of(p, False, routing.tile),
-        [x, *weights.arrays, routing.tiles, routing.row_ids],
-        [((routing.rows, p.n), x.dtype)],
-        [p.experts, p.n, p.k, x.shape[1], x_div, int(weights.bias is not None), int(scatter)],
-        blocks=n_blocks * routing.tiles.shape[0],
-    )
-    return out
+    variant = variants.of(p, False, routing.tile)
+    assert isinstance(variant, Prefill)
+    scalars = [p.experts, p.n, p.k, x.shape[1], x_div, int(weights.bias is not None), int(scatter)]
+    return _tiled(variant, routing, [x, *weights.arrays], p.n, x.dtype, scalars)
 
 
 def _glu(routing: Routing, gate: Weights, up: Weights, x_div: int, out_bits: int) -> mx.array:
     """[rows, padded N] in sorted order, permuted for `out_bits`: silu(gate) * up."""
-    p = gate.projection
-    width = variants.padded(p.n, out_bits)
-    n_blocks = -(-width // (variants.TILE_N // 2))
-    (out,) = launch(
-        variants.of(p, True, routing.tile),
-        [routing.x, *gate.arrays, *up.arrays, routing.tiles, routing.row_ids],
-        [((routing.rows, width), routing.x.dtype)],
-        [p.experts, p.n, p.k, routing.x.shape[1], x_div, int(gate.bias is not None), width, out_bits],
-        blocks=n_blocks * routing.tiles.shape[0],
-    )
-    return out
+    p, x = gate.projection, routing.x
+    variant, width = variants.of(p, True, routing.tile), variants.padded(p.n, out_bits)
+    assert isinstance(variant, Prefill)
+    scalars = [p.experts, p.n, p.k, x.shape[1], x_div, int(gate.bias is not None), width, out_bits]
+    return _tiled(variant, routing, [x, *gate.arrays, *up.arrays], width, x.dtype, scalars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +313,16 @@ def dense_qmm(x: mx.array, weights: Weights, choice: Choice | None = None) -> mx
     return _dense(weights.projection, x, choice)(x, *weights.arrays)[0]
 
 
-def _given(shape: Tile | Choice | None, rows: int, weights: Weights, glu: bool = False) -> Choice:
-    if isinstance(shape, Tile):
-        return Choice(shape, 1, "given")
-    return shape or choose(rows, weights.projection, glu)
+Shaped = Tile | WgmmaTile | Choice  # how a product may be asked for
 
 
-def grouped_qmm(x: mx.array, ids: mx.array, weights: Weights, shape: Tile | Choice | None = None) -> mx.array:
+def _given(shape: Shaped | None, rows: int, weights: Weights, glu: bool = False) -> Choice:
+    if shape is None:
+        return choose(rows, weights.projection, glu, device.arch())
+    return shape if isinstance(shape, Choice) else Choice(shape, 1, "given")
+
+
+def grouped_qmm(x: mx.array, ids: mx.array, weights: Weights, shape: Shaped | None = None) -> mx.array:
     """x [x_rows, K], ids [rows], rows a multiple of x_rows -> [rows, N]: row r is W[ids[r]] x[r // (rows / x_rows)]."""
     choice = _given(shape, ids.size, weights)
     if isinstance(choice.shape, Strip):
@@ -328,7 +332,7 @@ def grouped_qmm(x: mx.array, ids: mx.array, weights: Weights, shape: Tile | Choi
 
 
 def moe_glu(
-    x: mx.array, ids: mx.array, gate: Weights, up: Weights, down: Weights, shape: Tile | Choice | None = None
+    x: mx.array, ids: mx.array, gate: Weights, up: Weights, down: Weights, shape: Shaped | None = None
 ) -> mx.array:
     """Gated expert MLP with SwiGLU: x [T, H], ids [T * A] -> [T * A, H]. Gate and up are alike but for their values.
 
@@ -350,7 +354,7 @@ def moe_mlp(
     first: list[Weights],
     activation: Callable[..., mx.array],
     down: Weights,
-    shape: Tile | Choice | None = None,
+    shape: Shaped | None = None,
 ) -> mx.array:
     """Expert MLP with any elementwise activation: x [T, H], ids [T * A] -> [T * A, H].
 
@@ -385,8 +389,9 @@ def variants_of(projections: list[Projection], glu: bool) -> list[variants.Varia
     """Every variant that a layer may launch: `projections` in order, the last one the down projection; `glu`: the
     first two are computed together."""
     *first, down = projections
-    found = [v for p in first for v in variants.needed(p, glu)]
-    return list(dict.fromkeys(found + variants.needed(down, False)))
+    shapes = tiles(device.arch())
+    found = [v for p in first for v in variants.needed(p, glu, shapes)]
+    return list(dict.fromkeys(found + variants.needed(down, False, shapes)))
 
 
 def few_variants(projections: list[Projection]) -> list[variants.Variant]:

@@ -1,5 +1,6 @@
 """THE table of kernels. One id names a variant everywhere: entry point, cache file, report, test, benchmark."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
@@ -10,8 +11,6 @@ BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
 DTYPES = ("bf16", "fp16")
 
-THREADS = 128  # of a prefill block
-TILE_N = 128  # weight rows of a prefill block; GLU: half of them gate, half up
 K_BLOCK_BYTES = 64  # of a weight row: one pipeline stage, and the block in which K is permuted
 ROUTE_THREADS = 512
 WARPS = 4  # of a decode block, and parts of K
@@ -47,7 +46,7 @@ def physical_k(k: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch shape of the prefill kernel: `m` tokens a block, `stages` of the pipeline, `blocks_per_sm` that the
+    """Launch shape of kernels/prefill_sm80.cu: `m` tokens a block, `stages` of the pipeline, `blocks_per_sm` that the
     register budget allows for, `unroll_words` of a lane's four words in the inner loop."""
 
     m: int
@@ -55,37 +54,81 @@ class Tile:
     blocks_per_sm: int
     unroll_words: int
 
+    kernel = "prefill_sm80"
+    threads = 128
+    weight_rows = 128  # of a block; GLU: half of them gate, half up
+
+    def shared_bytes(self, q: Quantization) -> int:
+        block = k_block(q.bits)
+        stage = self.weight_rows * K_BLOCK_BYTES + self.m * block * 2
+        return self.stages * stage + 2 * max(1, block // q.group_size) * (self.weight_rows + 2) * 8 + self.m * 4
+
+    def defines(self, q: Quantization) -> dict[str, str | int]:
+        return {
+            "MOE_TILE_M": self.m,
+            "MOE_STAGES": self.stages,
+            "MOE_UNROLL_WORDS": self.unroll_words,
+            "MOE_BLOCKS_PER_SM": self.blocks_per_sm,
+        }
+
+
+@dataclass(frozen=True)
+class WgmmaTile:
+    """Launch shape of kernels/prefill_sm90.cu: `m` tokens at most, fewer where a tile has fewer rows. A block per
+    multiprocessor, which share the work."""
+
+    m: int
+
+    kernel = "prefill_sm90"
+    threads = 384
+    weight_rows = 256
+
+    def shared_bytes(self, q: Quantization) -> int:
+        stages, ring = WGMMA_STAGES[q.bits]
+        return stages * (self.m * k_block(q.bits) * 2 + 16) + ring * self.weight_rows * K_BLOCK_BYTES
+
+    def defines(self, q: Quantization) -> dict[str, str | int]:
+        stages, ring = WGMMA_STAGES[q.bits]
+        return {"MOE_STAGES": stages, "MOE_RING": ring}
+
 
 TILES = {t.m: t for t in (Tile(16, 2, 5, 2), Tile(32, 2, 4, 2), Tile(64, 2, 3, 2), Tile(128, 2, 2, 2))}
+WGMMA = WgmmaTile(128)
+WGMMA_ARCH = "sm_90a"
+WGMMA_STAGES = {4: (4, 4), 8: (6, 6)}  # by bits: of activations, and of weights
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """A variant of kernels/prefill_sm80.cu."""
+    """A variant of kernels/prefill_sm80.cu or prefill_sm90.cu."""
 
     quantization: Quantization
     dtype: str
     glu: bool
-    tile: Tile
+    tile: Tile | WgmmaTile
 
-    source = "prefill_sm80.cu"
+    @property
+    def source(self) -> str:
+        return f"{self.tile.kernel}.cu"
 
     @cached_property
     def id(self) -> str:
         kind = "glu" if self.glu else "plain"
-        return f"prefill_sm80_{kind}_{self.quantization}_{self.dtype}_m{self.tile.m}"
+        return f"{self.tile.kernel}_{kind}_{self.quantization}_{self.dtype}_m{self.tile.m}"
 
     @property
     def threads(self) -> int:
-        return THREADS
+        return self.tile.threads
+
+    @property
+    def features(self) -> int:
+        """Output features of a block."""
+        return self.tile.weight_rows // (2 if self.glu else 1)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the kernel asserts the same number."""
-        block = k_block(self.quantization.bits)
-        groups = max(1, block // self.quantization.group_size)
-        stage = TILE_N * K_BLOCK_BYTES + self.tile.m * block * 2
-        return self.tile.stages * stage + 2 * groups * (TILE_N + 2) * 8 + self.tile.m * 4
+        return self.tile.shared_bytes(self.quantization)
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -96,11 +139,8 @@ class Prefill:
             "MOE_BITS": self.quantization.bits,
             "MOE_GROUP": self.quantization.group_size,
             "MOE_GLU": int(self.glu),
-            "MOE_TILE_M": self.tile.m,
-            "MOE_STAGES": self.tile.stages,
-            "MOE_UNROLL_WORDS": self.tile.unroll_words,
-            "MOE_BLOCKS_PER_SM": self.tile.blocks_per_sm,
             "MOE_SHARED_BYTES": self.shared_bytes,
+            **self.tile.defines(self.quantization),
         }
 
 
@@ -242,7 +282,7 @@ router = cache(Router)
 
 
 @cache
-def of(projection: Projection, glu: bool, shape: Tile | Strip) -> Prefill | Decode:
+def of(projection: Projection, glu: bool, shape: Tile | WgmmaTile | Strip) -> Prefill | Decode:
     """The variant that computes `projection` of experts (GLU: a pair of such) with `shape`."""
     if isinstance(shape, Strip):
         return Decode(projection.quantization, projection.dtype, "glu" if glu else "plain", shape)
@@ -255,10 +295,9 @@ def dense(projection: Projection, strip: Strip) -> Decode:
     return Decode(projection.quantization, projection.dtype, "dense", strip)
 
 
-def needed(projection: Projection, glu: bool) -> list[Variant]:
-    """Every variant that `projection` of experts may be dispatched to."""
-    shapes: list[Tile | Strip] = [EXPERT_STRIP, *TILES.values()]
-    return [route(projection.quantization.bits), *(of(projection, glu, shape) for shape in shapes)]
+def needed(projection: Projection, glu: bool, tiles: Iterable[Tile | WgmmaTile]) -> list[Variant]:
+    """Every variant that `projection` of experts may be dispatched to, if it may to `tiles`."""
+    return [route(projection.quantization.bits), *(of(projection, glu, shape) for shape in (EXPERT_STRIP, *tiles))]
 
 
 def needed_dense(projection: Projection) -> list[Variant]:
@@ -266,10 +305,11 @@ def needed_dense(projection: Projection) -> list[Variant]:
     return [dense(projection, strip) for strip in DENSE_STRIPS.values()]
 
 
-def all_variants() -> list[Variant]:
-    """Every declared variant."""
+def all_variants(arch: str = "") -> list[Variant]:
+    """Every declared variant; only those that `arch` can run, if given."""
+    tiles: list[Tile | WgmmaTile] = [*TILES.values(), *([WGMMA] if arch in ("", WGMMA_ARCH) else [])]
     quantizations = [Quantization(bits, group) for bits, group in product(BITS, GROUP_SIZES)]
-    prefills = product(quantizations, DTYPES, (False, True), TILES.values())
+    prefills = product(quantizations, DTYPES, (False, True), tiles)
     decodes = [*product(("plain", "glu"), [EXPERT_STRIP]), *product(("dense",), DENSE_STRIPS.values())]
     return [
         Probe(),

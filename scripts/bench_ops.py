@@ -37,11 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from cases import DTYPES, Case, make_ids  # noqa: E402
 from numerics import array, grouped, moe_glu, rel_rms  # noqa: E402
 
-from mlx_moe_fast import bench, ops, variants  # noqa: E402
-from mlx_moe_fast.dispatch import Choice, choose, choose_dense  # noqa: E402
+from mlx_moe_fast import bench, device, ops, variants  # noqa: E402
+from mlx_moe_fast.dispatch import FORCIBLE, Choice, choose, choose_dense  # noqa: E402
 from mlx_moe_fast.launch import launch  # noqa: E402
 from mlx_moe_fast.problem import Projection, Quantization  # noqa: E402
-from mlx_moe_fast.variants import Stamp, Strip, Tile  # noqa: E402
+from mlx_moe_fast.variants import WGMMA, WGMMA_ARCH, Stamp, Strip  # noqa: E402
 
 Q = Quantization
 
@@ -299,7 +299,7 @@ def measure_moe(case: Case, repeats: int) -> bench.Row:
     errors = [rel_rms(array(f(0, x)).reshape(case.rows, -1)[sample], reference) for f in (stock, ours)]
     timings = bench.interleave([chain(f, x, count) for f in (stock, ours)], repeats, warmup=2)
     shape = choose(case.rows, first, glu=True).shape
-    last = shape if isinstance(shape, Tile) else choose(case.rows, down).shape
+    last = choose(case.rows, down).shape if isinstance(shape, Strip) else shape
     names = f"{variants.of(first, True, shape).id} + {variants.of(down, False, last).id}"
     return decode_row("moe_decode", case, names, mlp_bytes(case, draws), timings, errors)
 
@@ -326,8 +326,10 @@ def measured(suite: str, cases: list, repeats: int, tiles: bool) -> Iterator[ben
         elif suite == "moe_decode":
             yield measure_moe(case, repeats)
         else:
-            every = [Choice(tile, 1, "asked for") for tile in variants.TILES.values()]
-            yield from measure_grouped(case, repeats, every if tiles else [choose(case.rows, case.projections[0])])
+            heights = [t for t in FORCIBLE.values() if t is not WGMMA or device.arch() == WGMMA_ARCH]
+            every = [Choice(tile, 1, "asked for") for tile in heights]
+            chosen = choose(case.rows, case.projections[0], arch=device.arch())
+            yield from measure_grouped(case, repeats, every if tiles else [chosen])
 
 
 def line(row: bench.Row, peak: float) -> str:

@@ -2,8 +2,8 @@
 
     python scripts/record_outputs.py h200
 
-Some small cases for every prefill variant of the shortest tile and every decode variant of groups of 64: outputs as raw
-16-bit integers, and hashes of the routing lists and permuted activations.
+Some small cases for every prefill variant of the shortest tile, and of groups of 64 for those on wgmma and for decode:
+outputs as raw 16-bit integers, and hashes of the routing lists and permuted activations.
 """
 
 import argparse
@@ -22,8 +22,9 @@ from cases import Case, around  # noqa: E402
 from checks import integers, matrix, multiply, shapes_of  # noqa: E402
 
 from mlx_moe_fast import bench, ops, variants  # noqa: E402
-from mlx_moe_fast.variants import Decode, Prefill  # noqa: E402
+from mlx_moe_fast.variants import WGMMA, Decode, Prefill, Variant  # noqa: E402
 
+SHORTEST = min(variants.TILES)
 CASES = (0, 1, 2, 8)  # of `around`: a K tail, an N tail, several tiles, mostly empty experts
 EXACT = "integers"  # the name of the case in which every bit has to be right
 
@@ -72,13 +73,14 @@ def compute_few(variant: Decode) -> dict[str, np.ndarray]:
 
 
 def recorded_variants() -> list[Prefill | Decode]:
-    """Every prefill variant of the shortest tile, every decode variant of groups of 64."""
-    return [
-        v
-        for v in variants.all_variants()
-        if (isinstance(v, Prefill) and v.tile.m == min(variants.TILES))
-        or (isinstance(v, Decode) and v.quantization.group_size == 64)
-    ]
+    """As above."""
+
+    def wanted(v: Variant) -> bool:
+        if isinstance(v, Prefill) and v.tile is not WGMMA:
+            return v.tile is variants.TILES[SHORTEST]
+        return isinstance(v, Prefill | Decode) and v.quantization.group_size == 64
+
+    return [v for v in variants.all_variants() if wanted(v)]
 
 
 def outputs(variant: Prefill | Decode) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -88,7 +90,7 @@ def outputs(variant: Prefill | Decode) -> tuple[dict[str, np.ndarray], dict[str,
     values, routes = {}, {}
     for i in CASES:
         key = f"{variant.id}/{i}"
-        case = around(variant.tile.m, variant.quantization, variant.dtype)[i]
+        case = around(SHORTEST, variant.quantization, variant.dtype)[i]
         values[key], routes[f"{key}/route"] = compute(variant, case)
     return values, routes
 

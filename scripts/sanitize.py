@@ -85,7 +85,7 @@ def cases(variant: Prefill | Decode) -> list[Case]:
     return [Case(*s, q, variant.dtype, down=down, **e) for s, e in zip(shapes, extra, strict=True)]
 
 
-def experts(variant: Prefill | Decode, case: Case, shape: variants.Tile | Choice) -> Problem:
+def experts(variant: Prefill | Decode, case: Case, shape: variants.Tile | variants.WgmmaTile | Choice) -> Problem:
     """One product, or a whole gated layer: nothing may read what the GLU kernel leaves unwritten."""
     x, ids, *weights = case.arrays()
     weights = weights if is_glu(variant) else weights[:1]
@@ -305,6 +305,7 @@ def child(folder: Path, tool: str, *names: str) -> None:
 
     card = Card(cupy, folder, poison=tool != "initcheck")
     ops.launch = card.launch
+    ops.device.multiprocessors = lambda: 2  # blocks that share the work have several units of it
     for name in names:
         given = pickle.loads((folder / f"{name}.problems").read_bytes())
         results = [card.solve(*problem) for problem in given]
@@ -440,9 +441,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         child(Path(folder), *rest)
         return 0
 
-    wanted = [v for v in variants.all_variants() if args.variants in v.id]
-    if not wanted:
-        parser.error(f"no variant's id contains {args.variants!r}; see mlx_moe_fast/variants.py")
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:
         print("compute-sanitizer is not on PATH: it is in bin/ of a CUDA toolkit", file=sys.stderr)
@@ -453,6 +451,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no NVIDIA GPU that CuPy can use: {error}", file=sys.stderr)
         return 2
 
+    wanted = [v for v in variants.all_variants(device.arch) if args.variants in v.id]
+    if not wanted:
+        parser.error(f"no variant's id contains {args.variants!r}; see mlx_moe_fast/variants.py")
     mx.set_default_device(mx.cpu)
     with tempfile.TemporaryDirectory() as name:
         try:

@@ -8,15 +8,15 @@ from numerics import array, check, grouped, moe_glu, router_reference
 from mlx_moe_fast import ops, variants
 from mlx_moe_fast.dispatch import Choice
 from mlx_moe_fast.problem import Projection, Quantization, RouterForm
-from mlx_moe_fast.variants import DENSE_STRIPS, EXPERT_STRIP, WARPS, Decode, Prefill, Tile
+from mlx_moe_fast.variants import DENSE_STRIPS, EXPERT_STRIP, WARPS, Decode, Prefill, Tile, WgmmaTile
 
 Q4 = Quantization(4, 64)
 
 
-Shape = Tile | Choice | None
+Shape = Tile | WgmmaTile | Choice | None
 
 
-def shapes_of(variant: Prefill | Decode) -> list[Tile | Choice]:
+def shapes_of(variant: Prefill | Decode) -> list[Tile | WgmmaTile | Choice]:
     """How a variant is asked for: a decode kernel's warps share K, or do not, or blocks share a matrix evenly."""
     if isinstance(variant, Prefill):
         return [variant.tile]
@@ -26,7 +26,7 @@ def shapes_of(variant: Prefill | Decode) -> list[Tile | Choice]:
     return [*shapes, even] if variant.kind == "dense" else shapes
 
 
-def multiply(variant: Prefill | Decode, shape: Tile | Choice, x: mx.array, ids: mx.array, w: ops.Weights) -> mx.array:
+def multiply(variant: Prefill | Decode, shape: Shape, x: mx.array, ids: mx.array, w: ops.Weights) -> mx.array:
     """A product by a variant; a dense one, whose weights are one matrix, in as many calls as it needs."""
     if isinstance(variant, Decode) and variant.kind == "dense":
         step = variant.strip.columns

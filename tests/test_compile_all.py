@@ -14,7 +14,7 @@ REGISTERS = 65_536  # of an SM, on all of them
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_variant_compiles_without_spilling(arch):
-    variants = all_variants()
+    variants = all_variants(arch)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets other threads run
         compiled = list(pool.map(lambda variant: jit.compile(variant, arch), variants))
     misfits = []

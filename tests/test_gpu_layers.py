@@ -15,8 +15,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from numerics import array, check, grouped, moe_glu, rel_rms
 
 import mlx_moe_fast
-from mlx_moe_fast import dispatch, eligibility, envs, launch, layers, ops
+from mlx_moe_fast import device, dispatch, eligibility, envs, launch, layers, ops
 from mlx_moe_fast.problem import Quantization
+from mlx_moe_fast.variants import WGMMA, WGMMA_ARCH
 
 pytestmark = pytest.mark.gpu
 H, F, E = 256, 128, 6
@@ -232,8 +233,10 @@ def test_compiled_and_from_another_thread(no_stock):
     assert same == [True]
 
 
-@pytest.mark.parametrize("tile", ["16", "32", "64", "128"])
+@pytest.mark.parametrize("tile", dispatch.FORCIBLE)
 def test_forced_tile(tile, monkeypatch, no_stock):
+    if dispatch.FORCIBLE[tile] is WGMMA and device.arch() != WGMMA_ARCH:
+        pytest.skip("needs wgmma")
     monkeypatch.setenv(envs.TILE.name, tile)
     model = make(SwitchGLU)
     mlx_moe_fast.patch(model, strict=True)

@@ -28,14 +28,16 @@ from checks import (
 )
 from numerics import array, check, grouped, moe_glu, rel_rms
 
-from mlx_moe_fast import launch, ops, variants
+from mlx_moe_fast import device, launch, ops, variants
 from mlx_moe_fast.dispatch import Choice
 from mlx_moe_fast.problem import Projection, Quantization
-from mlx_moe_fast.variants import EXPERT_STRIP, TILES, Decode, Prefill, Tile
+from mlx_moe_fast.variants import EXPERT_STRIP, TILES, WGMMA, WGMMA_ARCH, Decode, Prefill, Tile, WgmmaTile
 
 pytestmark = pytest.mark.gpu
-PREFILLS = [v for v in variants.all_variants() if isinstance(v, Prefill)]
+PREFILLS = [v for v in variants.all_variants(device.arch()) if isinstance(v, Prefill)]
 DECODES = [v for v in variants.all_variants() if isinstance(v, Decode)]
+ON_HOPPER = pytest.mark.skipif(device.arch() != WGMMA_ARCH, reason="needs wgmma")
+WGMMA_IF_THERE = pytest.param(WGMMA, marks=ON_HOPPER, id="wgmma")
 
 
 @pytest.fixture(autouse=True)
@@ -127,10 +129,19 @@ def test_permutation(bits, k):
     permutation_is_the_formula(bits, k)
 
 
+@pytest.mark.parametrize("shape", [pytest.param(None, id="dispatched"), WGMMA_IF_THERE])
 @pytest.mark.parametrize("rows", [1, 65_535, 65_536, 70_000])
 @pytest.mark.parametrize("experts", [1, 8])
-def test_many_rows(rows, experts):
-    run(Case(rows, 1, 128, 64, experts, Q4, ids="duplicates"), glu=False)
+def test_many_rows(rows, experts, shape):
+    run(Case(rows, 1, 128, 64, experts, Q4, ids="duplicates"), False, shape)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("blocks", [1, 5, 500])  # that share the work
+@pytest.mark.parametrize("variant", [v for v in PREFILLS if v.tile is WGMMA], ids=lambda v: v.id)
+def test_blocks_share_the_work(variant, blocks, monkeypatch):
+    monkeypatch.setattr(device, "multiprocessors", lambda: blocks)
+    run_variant(variant)
 
 
 PLAIN64 = [v for v in PREFILLS if not v.glu and v.quantization.group_size == 64]
@@ -161,16 +172,18 @@ def test_large_gates(variant):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_bad_values_stay_in_their_row(bad):
-    bad_values_stay_in_their_row(bad, TILES[16])
+    for tile in (TILES[16], *([WGMMA] if device.arch() == WGMMA_ARCH else [])):
+        bad_values_stay_in_their_row(bad, tile)
     bad_values_stay_in_their_row(bad, Choice(EXPERT_STRIP, 1, "forced"))
 
 
-@pytest.mark.parametrize("tile", TILES.values(), ids=lambda t: f"m{t.m}")
+@pytest.mark.parametrize("tile", [*(pytest.param(t, id=f"m{m}") for m, t in TILES.items()), WGMMA_IF_THERE])
 def test_neighbours_do_not_change_a_row(tile):
     neighbours_do_not_change_a_row(tile)
 
 
-def test_offsets_beyond_32_bits():
+@pytest.mark.parametrize("shape", [pytest.param(None, id="dispatched"), WGMMA_IF_THERE])
+def test_offsets_beyond_32_bits(shape):
     """Experts and outputs that lie more than 2^31 bytes from their array's start."""
     p = Projection(72, 8192, 8192, Q4, "bf16")  # 2.4 GB of weights
     words = mx.random.randint(0, 2**31 - 1, (p.experts, p.n, p.k // 8), mx.int32, key=mx.random.key(0)).view(mx.uint32)
@@ -179,12 +192,12 @@ def test_offsets_beyond_32_bits():
     x = mx.random.normal((150_000, p.k), key=mx.random.key(1)).astype(mx.bfloat16)  # 2.4 GB, and as much comes out
     ids = np.full(150_000, 3, np.int32)
     ids[-2:] = 71
-    out = ops.grouped_qmm(x, mx.array(ids), weights)
+    out = ops.grouped_qmm(x, mx.array(ids), weights, shape)
     for row in (0, 149_997, 149_998, 149_999):
         check(out[row : row + 1], grouped(array(x[row : row + 1]), ids[row : row + 1], weights), "bf16")
 
 
-def stock_and_ours(quantization: Quantization, dtype: str, shape: Tile | Choice) -> tuple[float, float]:
+def stock_and_ours(quantization: Quantization, dtype: str, shape: Tile | WgmmaTile | Choice) -> tuple[float, float]:
     """rel_rms of MLX's gather_qmm and of ours on the same problem."""
     case = Case(64, 2, 512, 256, 4, quantization, dtype)
     x, ids, gate, _, _ = case.arrays()
@@ -202,7 +215,14 @@ def stock_and_ours(quantization: Quantization, dtype: str, shape: Tile | Choice)
     return rel_rms(array(stock).reshape(reference.shape), reference), rel_rms(array(ours), reference)
 
 
-@pytest.mark.parametrize("shape", [TILES[32], Choice(EXPERT_STRIP, 1, "forced")], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(TILES[32], id="prefill"),
+        pytest.param(Choice(EXPERT_STRIP, 1, "forced"), id="decode"),
+        WGMMA_IF_THERE,
+    ],
+)
 @pytest.mark.parametrize("dtype", variants.DTYPES)
 @pytest.mark.parametrize("group_size", variants.GROUP_SIZES)
 @pytest.mark.parametrize("bits", variants.BITS)

@@ -679,13 +679,13 @@ def test_many_rows_are_routed_first(launches):
     assert kinds(launches) == ["route_4bit", "prefill_sm80_plain m32"]
 
 
-@pytest.mark.parametrize("m", variants.TILES)
-def test_a_forced_tile_is_the_prefill_kernel_for_few_rows(launches, monkeypatch, m):
-    monkeypatch.setenv(envs.TILE.name, str(m))
+@pytest.mark.parametrize("name, tile", dispatch.FORCIBLE.items())
+def test_a_forced_tile_is_the_prefill_kernel_for_few_rows(launches, monkeypatch, name, tile):
+    monkeypatch.setenv(envs.TILE.name, name)
     for rows in (1, 5):
         launches.clear()
         glu()(floats(rows, H), ids(rows, 2))
-        assert kinds(launches) == ["route_4bit", f"prefill_sm80_glu m{m}", f"prefill_sm80_plain m{m}"]
+        assert kinds(launches) == ["route_4bit", *(f"{tile.kernel}_{kind} m{tile.m}" for kind in ("glu", "plain"))]
 
 
 @pytest.mark.parametrize("rows, m", [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32)])

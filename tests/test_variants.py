@@ -1,12 +1,13 @@
 """The table of kernels, and the permutation of K that Python and the kernels must agree on."""
 
+import math
 import re
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moe_fast import ops, variants
+from mlx_moe_fast import dispatch, envs, ops, variants
 from mlx_moe_fast.dispatch import choose, choose_dense
 from mlx_moe_fast.problem import Projection, Quantization
 from mlx_moe_fast.variants import (
@@ -17,6 +18,8 @@ from mlx_moe_fast.variants import (
     GROUP_SIZES,
     TILES,
     WARPS,
+    WGMMA,
+    WGMMA_ARCH,
     Decode,
     Prefill,
     Route,
@@ -35,8 +38,8 @@ bits_only = pytest.mark.parametrize("bits", BITS)
 
 def test_ids_are_unique_and_can_name_a_kernel_and_a_file():
     ids = [v.id for v in all_variants()]
-    # A format has each tile, plain and GLU, the same of the decode kernel, and a dense kernel for each strip.
-    a_format = 2 * len(TILES) + 2 + len(DENSE_STRIPS)
+    # A format has each tile, plain and GLU, the same of wgmma and of the decode kernel, and a dense kernel a strip.
+    a_format = 2 * len(TILES) + 2 + 2 + len(DENSE_STRIPS)
     others = 2 + len(BITS) + len(DTYPES) + 1  # probe, stamp, route, router
     assert len(set(ids)) == len(ids) == others + len(BITS) * len(GROUP_SIZES) * len(DTYPES) * a_format
     assert all(re.fullmatch("[a-z][a-z0-9_]*", i) for i in ids)
@@ -48,13 +51,35 @@ def test_defines_tell_variants_apart():
 
 @pytest.mark.parametrize("variant", PREFILLS + DECODES, ids=lambda v: v.id)
 def test_shared_memory_fits_the_smallest_cards(variant):
-    assert variant.shared_bytes <= 99 * 1024  # a block's on sm_86, sm_89, sm_120, sm_121
+    # A block's on sm_86, sm_89, sm_120, sm_121; on sm_90.
+    assert variant.shared_bytes <= (99 if variant in all_variants("sm_80") else 227) * 1024
+
+
+def test_only_wgmma_needs_an_architecture():
+    others = set(all_variants()) - set(all_variants("sm_80"))
+    assert others == {v for v in PREFILLS if v.tile is WGMMA} and all_variants(WGMMA_ARCH) == all_variants()
+
+
+@pytest.mark.parametrize("threshold, forced, arch, there", [
+    (math.inf, "", WGMMA_ARCH, False), (90, "", WGMMA_ARCH, True), (90, "", "sm_80", False),
+    (math.inf, "wgmma", WGMMA_ARCH, True), (math.inf, "wgmma", "sm_80", False), (math.inf, "16", WGMMA_ARCH, False),
+])  # fmt: skip
+def test_wgmma_is_compiled_where_it_may_be_launched(monkeypatch, threshold, forced, arch, there):
+    monkeypatch.setattr(dispatch, "WGMMA_ROWS_PER_EXPERT", threshold)
+    monkeypatch.setenv(envs.TILE.name, forced)
+    assert (WGMMA in dispatch.tiles(arch)) == there
 
 
 def test_shared_memory_of_one_variant_by_hand():
     # Two stages of 128 weight rows of 64 bytes and 16 tokens of 128 values; two slots of scales; row table.
     variant = Prefill(Quantization(4, 128), "bf16", False, variants.Tile(16, 2, 1, 8))
     assert variant.shared_bytes == 2 * (128 * 64 + 16 * 256) + 2 * 130 * 8 + 16 * 4
+
+
+@pytest.mark.parametrize("bits, expected", [(4, 4 * (128 * 256 + 8 * 2048 + 16)), (8, 6 * (128 * 128 + 8 * 2048 + 16))])
+def test_shared_memory_of_a_wgmma_variant_by_hand(bits, expected):
+    # Stages of 128 tokens, of eight warps' 32 weight rows of 64 bytes, and of two barriers.
+    assert Prefill(Quantization(bits, 64), "bf16", True, WGMMA).shared_bytes == expected
 
 
 def test_shared_memory_of_a_decode_variant_by_hand():
@@ -84,11 +109,15 @@ def test_a_dense_layer_needs_each_strip():
 
 
 @pytest.mark.parametrize("glu", [False, True])
-def test_what_is_dispatched_is_what_was_compiled(glu):
+@pytest.mark.parametrize("arch, from_rows", [("sm_80", 30), (WGMMA_ARCH, 100), (WGMMA_ARCH, math.inf)])
+def test_what_is_dispatched_is_what_was_compiled(monkeypatch, glu, arch, from_rows):
+    monkeypatch.setattr(dispatch, "WGMMA_ROWS_PER_EXPERT", from_rows)
+    dispatch._choose.cache_clear()
     projection = Projection(32, 128, 256, Quantization(4, 64), "bf16")
-    needed = variants.needed(projection, glu)
-    chosen = {variants.of(projection, glu, choose(rows, projection, glu).shape) for rows in range(1, 4000)}
+    needed = variants.needed(projection, glu, dispatch.tiles(arch))
+    chosen = {variants.of(projection, glu, choose(rows, projection, glu, arch).shape) for rows in range(1, 4000)}
     assert chosen == set(needed) - {Route(4)}
+    dispatch._choose.cache_clear()
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=lambda t: f"m{t.m}")

@@ -40,7 +40,7 @@ inline int __popc(unsigned v) { return std::popcount(v); }
 
 extern struct Index {
   unsigned x;
-} threadIdx, blockIdx;
+} threadIdx, blockIdx, gridDim;
 extern thread_local unsigned char shared[];
 
 namespace emu {

@@ -26,7 +26,7 @@ extern "C" void emu_entry();  // the kernel, by a name that the linker gives it
 extern "C" [[gnu::weak]] void __sanitizer_start_switch_fiber(void** fake, const void* to, std::size_t size);
 extern "C" [[gnu::weak]] void __sanitizer_finish_switch_fiber(void* fake, const void** from, std::size_t* size);
 
-Index threadIdx, blockIdx;
+Index threadIdx, blockIdx, gridDim;
 constexpr unsigned kMaxShared = 228 * 1024;
 alignas(1024) thread_local unsigned char shared[kMaxShared];
 
@@ -484,7 +484,7 @@ int main(int argc, char** argv) {
   if (!in || shared_size > kMaxShared) fail("the problem file is damaged");
 
   generator.seed(seed);
-  make_threads(block_size);
+  make_threads(block_size), gridDim = {blocks};
   std::vector<unsigned> order;
   for (unsigned b = 0; b < blocks; ++b) order.push_back(b);
   std::shuffle(order.begin(), order.end(), generator);
