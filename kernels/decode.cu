@@ -21,6 +21,7 @@ enum : int {
   kSpanBytes = 32,  // of a weight row: what is multiplied at once
   kIds = 8,         // that a lane has under way
   kPair = 2,        // spans of a stage of the ring
+  kRowsAhead = 8,   // rows that are combined at once
 };
 
 template <class T, int kBits_, int kGroup_, bool kRouted_, bool kGlu_, int kBlocks_, int kTiles_, int kStages_>
@@ -574,20 +575,34 @@ DEVICE void combine(const Problem& p, ptx::Smem flag, int strip, int features) {
   __syncthreads();
   if (ptx::lds32(flag) == 0) return;
   __threadfence();
-  const int pairs = features / 2;
+  const int pieces = features / 8;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.rows / p.top_k * pairs; i += kThreads) {
-    const int token = i / pairs, feature = strip * features + i % pairs * 2;
+  for (int i = threadIdx.x; i < p.rows / p.top_k * pieces; i += kThreads) {
+    const int token = i / pieces, feature = strip * features + i % pieces * 8, end = (token + 1) * p.top_k;
     if (feature >= p.n) continue;
-    float lo = 0, hi = 0;
+    float sums[8] = {};
 #pragma unroll 1
-    for (int row = token * p.top_k; row < (token + 1) * p.top_k; ++row) {
-      const u32 pair = ptx::load_written(reinterpret_cast<const u32*>(p.out + static_cast<i64>(row) * p.n + feature));
-      const float weight = ptx::load(p.token_weights + row);
-      lo = fmaf(weight, T::to_float(static_cast<u16>(pair)), lo);
-      hi = fmaf(weight, T::to_float(static_cast<u16>(pair >> 16)), hi);
+    for (int row = token * p.top_k; row < end; row += kRowsAhead) {
+      uint4 outs[kRowsAhead];
+      float weights[kRowsAhead];
+#pragma unroll
+      for (int j = 0; j < kRowsAhead; ++j) {
+        const int at = min(row + j, end - 1);
+        outs[j] = ptx::load_written(reinterpret_cast<const uint4*>(p.out + static_cast<i64>(at) * p.n + feature));
+        weights[j] = ptx::load(p.token_weights + at);
+      }
+#pragma unroll
+      for (int j = 0; j < kRowsAhead; ++j) {
+        const u32 words[4] = {outs[j].x, outs[j].y, outs[j].z, outs[j].w};
+#pragma unroll
+        for (int f = 0; f < 8 && row + j < end; ++f) {
+          sums[f] = fmaf(weights[j], T::to_float(static_cast<u16>(words[f / 2] >> (f % 2 * 16))), sums[f]);
+        }
+      }
     }
-    ptx::store(reinterpret_cast<u32*>(p.combined + static_cast<i64>(token) * p.n + feature), T::pack(lo, hi));
+    const uint4 out = make_uint4(T::pack(sums[0], sums[1]), T::pack(sums[2], sums[3]), T::pack(sums[4], sums[5]),
+                                 T::pack(sums[6], sums[7]));
+    ptx::store(reinterpret_cast<uint4*>(p.combined + static_cast<i64>(token) * p.n + feature), out);
   }
 }
 

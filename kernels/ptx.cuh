@@ -28,9 +28,12 @@ DEVICE void store(T* p, const T& v) {
 }
 
 // Past L1, which does not see what other multiprocessors have written.
-DEVICE u32 load_written(const u32* p) {
-  u32 v;
-  asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+DEVICE uint4 load_written(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
   return v;
 }
 

@@ -49,7 +49,7 @@ DEVICE void sts32(Smem a, u32 v) { store_shared(a, v); }
 DEVICE void sts64(Smem a, uint2 v) { store_shared(a, v); }
 DEVICE void sts128(Smem a, uint4 v) { store_shared(a, v); }
 DEVICE u16 ldg16(const u16* p) { return load(p); }
-DEVICE u32 load_written(const u32* p) { return load(p); }
+DEVICE uint4 load_written(const uint4* p) { return load(p); }
 
 DEVICE void cp_async16(Smem dst, const void* src, bool valid = true) { copy_async(dst, src, 16, valid); }
 DEVICE void cp_async_commit() { emu::commit(kCopies); }
