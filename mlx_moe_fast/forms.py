@@ -294,10 +294,14 @@ def fingerprint(block: type[nn.Module], calls: tuple[str, ...] = ()) -> str:
     """Of the text of a class's call, and of classes and functions of its module that are named in `calls`, whatever
     the white space; empty if there is no text."""
     try:
-        texts = [_text(a) for a in (block.__call__, *(getattr(sys.modules[block.__module__], name) for name in calls))]
+        return hash_of(block.__call__, *(getattr(sys.modules[block.__module__], name) for name in calls))
     except (AttributeError, OSError, TypeError):
         return ""
-    return hashlib.sha256(" ".join(texts).encode()).hexdigest()[:16]
+
+
+def hash_of(*objects: Any) -> str:
+    """Of the text of functions and classes, whatever the white space. Raises OSError or TypeError if there is none."""
+    return hashlib.sha256(" ".join(map(_text, objects)).encode()).hexdigest()[:16]
 
 
 @cache

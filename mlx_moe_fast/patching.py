@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
-from . import blocks, device, dispatch, jit, ops, selftest, variants
+from . import blocks, device, dispatch, jit, masks, ops, selftest, variants
 from .eligibility import Reason, Rejection, check_device, describe, forget, fuses
 from .errors import KernelBuildError, NotAccelerated
 from .layers import FAST, plan_experts, warn_once
@@ -124,13 +124,7 @@ def _plan(module: nn.Module) -> list[Projection] | Rejection:
         found = describe(module)
     except KernelBuildError as error:
         return _unbuilt(error)
-    if isinstance(found, Rejection):
-        return found
-    dense = _original(module) in DENSE
-    rows = dispatch.few_rows(found.n, found.k, dense)
-    if dense and rows > dispatch.DENSE_ROWS:
-        return Rejection(Reason.SLOWER, f"ours pay from {rows} rows on and are for {dispatch.DENSE_ROWS}")
-    return [found]
+    return found if isinstance(found, Rejection) else [found]
 
 
 def _is_one_kernel(module: nn.Module, plan: list[Projection]) -> bool:
@@ -198,7 +192,7 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
-def patch(model: nn.Module, *, strict: bool = False, dense: bool = True, block: bool = False) -> PatchReport:
+def patch(model: nn.Module, *, strict: bool = False, dense: bool = True, block: bool = True) -> PatchReport:
     """Replaces the quantized layers of `model` by fast ones, in place: those of experts, for any number of rows, and
     dense ones, for the rows of a decode step.
 
@@ -212,7 +206,10 @@ def patch(model: nn.Module, *, strict: bool = False, dense: bool = True, block: 
             was not.
         dense: replace QuantizedLinear and QuantizedEmbedding (as an output layer) too.
         block: replace whole MoE blocks of known families too, for the rows of a decode step: router, experts and
-            combination in three launches. New, and not measured yet.
+            combination in three launches.
+
+    While a patched model is around, the cache that mlx-lm makes for a batch of sequences gives decode steps no mask if
+    no sequence is padded: the same results, by MLX's fused attention.
 
     Returns:
         What was replaced and what was not, with the reasons.
@@ -247,6 +244,8 @@ def patch(model: nn.Module, *, strict: bool = False, dense: bool = True, block: 
             if not getattr(kind, "is_fast", False):
                 _restore(module)
         raise NotAccelerated(*_complaint(result))
+    if result.replaced:
+        masks.hold(model)
     return result
 
 
@@ -268,6 +267,7 @@ def _complaint(result: PatchReport) -> tuple[str, str]:
 
 def unpatch(model: nn.Module) -> int:
     """Gives every layer of `model` its original class back; returns how many that were."""
+    masks.release(model)
     fast = _fast_layers(model)
     for module in fast:
         _restore(module)
@@ -284,15 +284,15 @@ def _restore(module: nn.Module) -> None:
 
 
 @contextmanager
-def patched(
-    model: nn.Module, *, strict: bool = False, dense: bool = True, block: bool = False
-) -> Iterator[PatchReport]:
+def patched(model: nn.Module, *, strict: bool = False, dense: bool = True, block: bool = True) -> Iterator[PatchReport]:
     """`patch` for the duration of a `with` block; layers that were patched before stay so after it."""
     before = _fast_layers(model)
     try:
         yield patch(model, strict=strict, dense=dense, block=block)
     finally:
         kept = set(map(id, before))
+        if not kept:
+            masks.release(model)
         for module in _fast_layers(model):
             if id(module) not in kept:
                 _restore(module)

@@ -163,8 +163,10 @@ def test_what_pays_is_a_matter_of_work(n, k):
     assert (rows - 1) * n * k < dispatch.MIN_WORK <= rows * n * k
 
 
-def test_one_row_of_a_dense_layer_stays_however_large_it_is():
-    assert few_rows(151936, 2048) == 1 and few_rows(151936, 2048, dense=True) == 2
+def test_rows_from_which_a_dense_layer_pays():
+    assert few_rows(14336, 4096) == 1 and few_rows(14336, 4096, dense=True) == 2
+    assert few_rows(151936, 2048, dense=True) == 1  # an output layer
+    assert few_rows(512, 2048) > 8 == few_rows(512, 2048, dense=True) == few_rows(8, 32, dense=True)
 
 
 @given(

@@ -21,11 +21,12 @@ import mlx.utils
 import pytest
 from mlx_lm.models import switch_layers
 from mlx_lm.models.activations import SwigluOAI
+from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 import mlx_moe_fast
-from mlx_moe_fast import device, dispatch, envs, jit, layers, selftest
+from mlx_moe_fast import device, dispatch, envs, jit, layers, masks, selftest
 from mlx_moe_fast.eligibility import describe
 from mlx_moe_fast.errors import KernelBuildError, NotAccelerated
 from mlx_moe_fast.layers import (
@@ -678,7 +679,7 @@ def test_bits_of_dense_layers(bits, reason):
 
 
 def test_a_dense_layer_knows_from_how_many_rows_on_it_pays(monkeypatch):
-    monkeypatch.setattr(dispatch, "MIN_WORK", 10 * H * F)
+    monkeypatch.setattr(dispatch, "MIN_WORK", 3 * H * F)
     model = finish(nn.Sequential(nn.Linear(H, H), nn.Linear(H, F)))
     mlx_moe_fast.patch(model)
     few = [dispatch.few_rows(H, H), dispatch.few_rows(F, H)]
@@ -694,15 +695,17 @@ def test_an_expert_mlp_in_two_launches_always_pays(monkeypatch):
     assert layer.layer.few_rows == 0 and layer.layer.up_proj.few_rows == dispatch.few_rows(F, H)
 
 
-def test_a_dense_layer_that_pays_for_no_number_of_its_rows_stays(monkeypatch):
-    """It would ask at every call and never launch."""
-    monkeypatch.setattr(dispatch, "MIN_WORK", dispatch.DENSE_ROWS * H * F)
-    model = finish(nn.Sequential(nn.Linear(H, H), nn.Linear(H, F)))
-    small, large = mlx_moe_fast.patch(model).layers
-    assert (small.replaced, small.reason) == (False, "slower") and large.replaced
-    assert [type(layer) for layer in model.layers] == [nn.QuantizedLinear, FastQuantizedLinear]
-    monkeypatch.setenv(envs.TILE.name, "16")  # which asks for our kernels, whatever they cost
-    assert all(layer.replaced for layer in mlx_moe_fast.patch(model).layers)
+def test_while_patched_a_batch_without_padding_has_no_mask():
+    original, model = BatchKVCache.make_mask, finish(nn.Sequential(nn.Linear(H, H)))
+    mlx_moe_fast.patch(model)
+    assert BatchKVCache.make_mask is masks.make_mask
+    mlx_moe_fast.unpatch(model)
+    assert BatchKVCache.make_mask is original
+    with mlx_moe_fast.patched(model):
+        assert BatchKVCache.make_mask is masks.make_mask
+    assert BatchKVCache.make_mask is original
+    mlx_moe_fast.patch(nn.Sequential(nn.Linear(H, H)))  # nothing to replace
+    assert BatchKVCache.make_mask is original
 
 
 @pytest.mark.parametrize("name", ["weight", "scales", "biases", "bias"])
