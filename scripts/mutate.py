@@ -174,7 +174,8 @@ class Mutation:
     sanitize: bool = False
 
 
-PREFILL, ROUTE, QUANT, DECODE, ROUTER = "prefill_sm80.cu", "route.cu", "quant.cuh", "decode.cu", "router.cu"
+PREFILL, ROUTE, DECODE, ROUTER = "prefill_sm80.cu", "route.cu", "decode.cu", "router.cu"
+TILE, QUANT = "prefill.cuh", "quant.cuh"
 P, G = plain(4, 64, "bf16", 16), glu(4, 64, "bf16", 16)
 P8, G8 = plain(8, 64, "bf16", 16), glu(8, 64, "bf16", 16)
 P16, P8_16 = plain(4, 64, "fp16", 16), plain(8, 64, "fp16", 16)
@@ -360,7 +361,7 @@ MUTATIONS = [
     ),
     Mutation(
         "N tail of the bias dropped",
-        PREFILL,
+        TILE,
         "!p.has_bias || row >= p.n",
         "!p.has_bias",
         "a bias past the last",
@@ -369,16 +370,16 @@ MUTATIONS = [
     ),
     Mutation(
         "N tail of the store off by one",
-        PREFILL,
-        "token >= tile.z || column >= width",
-        "token >= tile.z || column > width",
+        TILE,
+        "token >= tile.z || column >= p.width(kGlu)",
+        "token >= tile.z || column > p.width(kGlu)",
         "the first features of the next row overwritten",
         edge(P, 2),
         sanitize=True,
     ),
     Mutation(
         "rows of the store off by one",
-        PREFILL,
+        TILE,
         "token >= tile.z || column",
         "token > tile.z || column",
         "a row of the next tile overwritten",
@@ -386,7 +387,7 @@ MUTATIONS = [
     ),
     Mutation(
         "N tail of the zeros off by one",
-        PREFILL,
+        TILE,
         "if (column >= p.n) continue;",
         "if (column > p.n) continue;",
         "the first features of the next row zeroed",
@@ -413,8 +414,8 @@ MUTATIONS = [
     Mutation(
         "blocks counted without padding",
         PREFILL,
-        "(C::kGlu ? p.out_width : p.n)",
-        "p.n",
+        "(p.width(C::kGlu) + Block<C>::kColumns - 1)",
+        "(p.n + Block<C>::kColumns - 1)",
         "tiles taken for others where the padded width has more blocks",
         edge(G, 1),
     ),
@@ -445,7 +446,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bias of expert 0",
-        PREFILL,
+        TILE,
         "bias + static_cast<i64>(tile.x) * p.n + row",
         "bias + row",
         "the expert's offset lost",
@@ -453,15 +454,15 @@ MUTATIONS = [
     ),
     Mutation(
         "bias of the neighbour row",
-        PREFILL,
-        "weight_row(shared_row(panel, half, lane / 4))",
-        "weight_row(shared_row(panel, half, lane / 4 ^ 1))",
+        TILE,
+        "weight_row(block_row(panel, half, lane / 4))",
+        "weight_row(block_row(panel, half, lane / 4 ^ 1))",
         "a lane's row taken for another",
         edge(P, 4),
     ),
     Mutation(
         "bias dropped",
-        PREFILL,
+        TILE,
         "+ bias[panel][b % 2]; };",
         "+ 0 * bias[panel][b % 2]; };",
         "sums without their bias",
@@ -469,7 +470,7 @@ MUTATIONS = [
     ),
     Mutation(
         "has_bias ignored",
-        PREFILL,
+        TILE,
         "!p.has_bias || row >= p.n",
         "row >= p.n",
         "something else added where there is no bias",
@@ -477,8 +478,8 @@ MUTATIONS = [
     ),
     Mutation(
         "bias of the gate for both",
-        PREFILL,
-        "C::kGlu && panel == 1 ? p.bias_up : p.bias",
+        TILE,
+        "kGlu && panel == 1 ? p.bias_up : p.bias",
         "p.bias",
         "up gets the bias of gate",
         edge(G, 4),
@@ -533,24 +534,24 @@ MUTATIONS = [
     ),
     Mutation(
         "x_div ignored",
-        PREFILL,
-        "ptx::load(p.row_ids + row) / p.x_div",
-        "ptx::load(p.row_ids + row)",
+        TILE,
+        "ptx::load(row_ids + sorted) / x_div",
+        "ptx::load(row_ids + sorted)",
         "a token's row taken for another",
         edge(P, 6),
         sanitize=True,
     ),
     Mutation(
         "scatter ignored",
-        PREFILL,
-        "!C::kGlu && p.scatter ? ptx::load(p.row_ids + sorted) : sorted",
+        TILE,
+        "!kGlu && p.scatter ? ptx::load(p.row_ids + sorted) : sorted",
         "sorted",
         "rows left in sorted order",
         edge(P, 5),
     ),
     Mutation(
         "scatter of zeros ignored",
-        PREFILL,
+        TILE,
         "row = p.scatter ? ptx::load(p.row_ids + sorted) : sorted",
         "row = sorted",
         "zeros in sorted order",
@@ -574,9 +575,9 @@ MUTATIONS = [
     ),
     Mutation(
         "rounded before the bias",
-        PREFILL,
-        "return acc[panel][j][b % 2 * 2 + c] + bias[panel][b % 2];",
-        "return T::to_float(static_cast<u16>(T::pack(acc[panel][j][b % 2 * 2 + c], 0.0f))) + bias[panel][b % 2];",
+        TILE,
+        "return sum(panel, j, b % 2 * 2 + c) + bias[panel][b % 2];",
+        "return T::to_float(static_cast<u16>(T::pack(sum(panel, j, b % 2 * 2 + c), 0.0f))) + bias[panel][b % 2];",
         "a sum rounded twice",
         special(checks.exact_in_integers, P),
     ),
@@ -634,7 +635,7 @@ MUTATIONS = [
     ),
     Mutation(
         "movmatrix dropped",
-        PREFILL,
+        TILE,
         "ptx::movmatrix_trans(packed)",
         "packed",
         "two tokens of a row taken for two rows of a token",
@@ -642,7 +643,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows interleaved otherwise",
-        PREFILL,
+        TILE,
         "2 * kRun * (i / 2) + 2 * b + i % 2",
         "2 * kRun * (i / 2) + b + kRun * (i % 2)",
         "neighbours of a lane that are none in memory",
@@ -650,9 +651,9 @@ MUTATIONS = [
     ),
     Mutation(
         "half of the tokens stored",
-        PREFILL,
-        "if (j >= 2 * active) return;",
-        "if (j >= active) return;",
+        TILE,
+        "if (j >= blocks) return;",
+        "if (j >= blocks / 2) return;",
         "8-token blocks taken for 16-token ones",
         edge(P, 3),
     ),
@@ -691,7 +692,7 @@ MUTATIONS = [
     # SwiGLU.
     Mutation(
         "gate and up exchanged",
-        PREFILL,
+        TILE,
         "swiglu(value(0, 0), value(1, 0)), swiglu(value(0, 1), value(1, 1))",
         "swiglu(value(1, 0), value(0, 0)), swiglu(value(1, 1), value(0, 1))",
         "silu(up) * gate",
@@ -715,15 +716,15 @@ MUTATIONS = [
     ),
     Mutation(
         "hidden activations not permuted",
-        PREFILL,
-        "C::kGlu ? logical_k(n0 + r % kPanel, p.out_bits) : n0 + r",
-        "C::kGlu ? n0 + r % kPanel : n0 + r",
+        TILE,
+        "kGlu ? logical_k(n0 + r % kPanel, p.out_bits) : n0 + r",
+        "kGlu ? n0 + r % kPanel : n0 + r",
         "features in an order that the down projection does not read",
         edge(G, 0),
     ),
     Mutation(
         "hidden activations permuted for the wrong bits",
-        PREFILL,
+        TILE,
         "logical_k(n0 + r % kPanel, p.out_bits)",
         "logical_k(n0 + r % kPanel, C::kBits)",
         "gate and up of other bits than down",
@@ -1768,9 +1769,14 @@ def plant(mutation: Mutation) -> dict[str, str]:
     return {**jit.sources(), mutation.file: text.replace(mutation.old, mutation.new)}
 
 
+def reads(variant: Variant, file: str) -> bool:
+    """Whether a variant's source is a file or includes it. What the prefill kernels share, no other includes."""
+    return file in (variant.source, QUANT) or (file == TILE and isinstance(variant, Prefill))
+
+
 def seen_by(variant: Variant, mutation: Mutation | None) -> dict[str, str]:
     """The sources that a variant is built of: faulty ones only where it includes the faulty file."""
-    return plant(mutation) if mutation and mutation.file in (variant.source, QUANT) else jit.sources()
+    return plant(mutation) if mutation and reads(variant, mutation.file) else jit.sources()
 
 
 def prepare(mutations: Iterable[Mutation]) -> None:

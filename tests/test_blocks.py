@@ -188,7 +188,7 @@ def test_a_subclass_is_not_in_the_table(kernels):  # noqa: F811
 
 def test_without_block_the_blocks_stay(kernels):  # noqa: F811
     model = make()
-    report = mlx_moe_fast.patch(model, dense=False)
+    report = mlx_moe_fast.patch(model, dense=False, block=False)
     assert type(model.mlp) is Qwen3MoeSparseMoeBlock and [row.kind for row in report.layers] == ["SwitchGLU"]
     assert mlx_moe_fast.report(model) == report
 

@@ -192,7 +192,7 @@ def test_model_without_quantized_layers_is_said_once(run, tiny_dense_dir, monkey
 def test_nothing_patched_says_why(run, tiny_model_dir):
     code, _, err = run(cli.generate_main, "--model", tiny_model_dir, "-m", "1")
     # Once for each kind of layer.
-    kinds = ("SwitchGLU", "QuantizedLinear", "QuantizedEmbedding")
+    kinds = ("Qwen3MoeSparseMoeBlock", "SwitchGLU", "QuantizedLinear", "QuantizedEmbedding")
     assert code == 0 and err.count("device:") == len(kinds)
     assert all(err.count(f"{kind}: MLX's own kernels, device: ") == 1 for kind in kinds)
 

@@ -176,7 +176,7 @@ def test_a_patched_model_gives_the_stock_logits(family):
     batches = [tokens(1, 1), tokens(2, 5), tokens(1, 40)]  # mlx-lm sorts from 64 rows on
     stock = [model(batch) for batch in batches]
     assert all(mx.isfinite(logits).all().item() for logits in stock)
-    report = mlx_moe_fast.patch(model)
+    report = mlx_moe_fast.patch(model, block=False)
     assert [type(m) for m in model.modules() if isinstance(m, fast.original)] == [fast] * count
     assert [row.replaced for row in report.layers if row.kind not in DENSE_KINDS] == [True] * count
     rows = {row.path: row for row in report.layers if row.kind in DENSE_KINDS}
@@ -196,8 +196,9 @@ def test_report_says_what_runs_where():
         "gate+up+SwiGLU, down: decode, or route and prefill_sm80 (affine4g64 bf16)"
     )
     model = build("qwen3_moe")
-    assert str(mlx_moe_fast.patch(model, dense=False)) == f"2 of 2 layers run on mlx_moe_fast\n{experts}"
-    first, *lines = str(mlx_moe_fast.patch(model)).splitlines()
+    only = dict(dense=False, block=False)
+    assert str(mlx_moe_fast.patch(model, **only)) == f"2 of 2 layers run on mlx_moe_fast\n{experts}"
+    first, *lines = str(mlx_moe_fast.patch(model, block=False)).splitlines()
     assert first == "12 of 14 layers run on mlx_moe_fast" and experts in lines
     dense = "decode, up to 32 rows (affine4g64 bf16)"
     assert f"  model.embed_tokens  QuantizedEmbedding: {dense}" in lines
@@ -226,7 +227,7 @@ def test_report_is_plain_data():
 
 def test_report_counts_layers_as_people_do():
     model = build("qwen3_moe", num_hidden_layers=12)
-    paths = [layer.path for layer in mlx_moe_fast.patch(model, dense=False).layers]
+    paths = [layer.path for layer in mlx_moe_fast.patch(model, dense=False, block=False).layers]
     assert paths == [f"model.layers.{i}.mlp.switch_mlp" for i in range(12)]
 
 
@@ -263,8 +264,9 @@ def test_unpatch_gives_back_what_was_there():
     before = snapshot(model)
     mlx_moe_fast.patch(model)
     assert snapshot(model) != before
-    # Two layers and the three projections in each; the embedding, the output layer and four projections of attention.
-    assert mlx_moe_fast.unpatch(model) == 2 * 4 + 2 + 2 * 4
+    # Two layers of a block, its experts and their three projections; the embedding, the output layer and four
+    # projections of attention.
+    assert mlx_moe_fast.unpatch(model) == 2 * 5 + 2 + 2 * 4
     assert snapshot(model) == before
     assert mlx_moe_fast.unpatch(model) == 0
 
@@ -349,13 +351,13 @@ def test_extra_children_and_attributes_survive():
 
 def test_strict_accepts_a_model_that_is_replaced_as_a_whole():
     report = mlx_moe_fast.patch(build("qwen3_moe"), strict=True, dense=False)
-    assert len(report.replaced) == len(report.layers) == 2
+    assert len(report.replaced) == len(report.layers) == 4
 
 
 def test_strict_is_about_experts():
     report = mlx_moe_fast.patch(build("qwen3_moe"), strict=True)  # routers stay
     assert [layer.kind for layer in report.skipped] == ["QuantizedLinear"] * 2
-    assert len(report.replaced) == 12
+    assert len(report.replaced) == 14
 
 
 def test_strict_names_the_expert_layer_that_stays_and_not_a_dense_one():
@@ -434,7 +436,7 @@ def test_a_build_failure_is_one_warning_and_leaves_every_layer_stock(monkeypatch
         report = mlx_moe_fast.patch(model)
         mlx_moe_fast.patch(model)
     assert len(caplog.records) == 1 and "did not compile" in caplog.text and "a hint" in caplog.text
-    assert Counter(layer.reason for layer in report.layers) == {"build": 12, "shape": 2}
+    assert Counter(layer.reason for layer in report.layers) == {"build": 14, "shape": 2}
     failed = [layer for layer in report.layers if layer.reason == "build"]
     assert all("did not compile" in layer.detail and "\n" not in layer.detail for layer in failed)
     assert not any(getattr(type(m), "is_fast", False) for m in model.modules())
@@ -628,10 +630,11 @@ def test_dense_layers_are_patched_and_restored():
 def test_dense_layers_are_left_and_not_listed_if_not_asked_for():
     model = build("qwen3_moe")
     report = mlx_moe_fast.patch(model, dense=False)
-    assert [row.kind for row in report.layers] == ["SwitchGLU"] * 2
+    kinds = ["Qwen3MoeSparseMoeBlock", "SwitchGLU"] * 2
+    assert [row.kind for row in report.layers] == kinds
     assert not any(isinstance(m, FastDense) for m in model.modules())
     with mlx_moe_fast.patched(build("qwen3_moe"), dense=False) as report:
-        assert [row.kind for row in report.layers] == ["SwitchGLU"] * 2
+        assert [row.kind for row in report.layers] == kinds
 
 
 def test_patched_restores_dense_layers_that_it_patched():
