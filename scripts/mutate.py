@@ -30,7 +30,7 @@ from cases import Case, around, few  # noqa: E402
 from emulator import Emulator, Fault, build  # noqa: E402
 from numerics import array  # noqa: E402
 
-from mlx_moe_fast import jit, ops, variants  # noqa: E402
+from mlx_moe_fast import device, jit, ops, variants  # noqa: E402
 from mlx_moe_fast.dispatch import Choice  # noqa: E402
 from mlx_moe_fast.problem import Quantization  # noqa: E402
 from mlx_moe_fast.variants import (  # noqa: E402
@@ -38,10 +38,12 @@ from mlx_moe_fast.variants import (  # noqa: E402
     EXPERT_STRIP,
     TILES,
     WARPS,
+    WGMMA,
     Decode,
     Prefill,
     Tile,
     Variant,
+    WgmmaTile,
 )
 
 PAGE = ROOT / "docs" / "reliability.md"
@@ -61,12 +63,12 @@ class Probe:
     skip: int = 0
 
 
-def plain(bits: int, group: int, dtype: str, tile: int | Tile) -> Prefill:
+def plain(bits: int, group: int, dtype: str, tile: int | Tile | WgmmaTile) -> Prefill:
     return Prefill(Quantization(bits, group), dtype, False, TILES[tile] if isinstance(tile, int) else tile)
 
 
-def glu(bits: int, group: int, dtype: str, tile: int) -> Prefill:
-    return Prefill(Quantization(bits, group), dtype, True, TILES[tile])
+def glu(bits: int, group: int, dtype: str, tile: int | WgmmaTile) -> Prefill:
+    return Prefill(Quantization(bits, group), dtype, True, TILES[tile] if isinstance(tile, int) else tile)
 
 
 def launched(variant: Prefill, down: Quantization | None = None) -> tuple[Variant, ...]:
@@ -82,7 +84,11 @@ def edge(variant: Prefill, i: int) -> Probe:
 
 def given(variant: Prefill, case: Case) -> Probe:
     """Any case against the reference."""
-    tile = f"tile {variant.tile.m}" + ("" if variant.tile in TILES.values() else f" of {variant.tile.stages} stages")
+    tile = f"tile {variant.tile.m}"
+    if variant.tile is WGMMA:
+        tile += " of prefill_sm90"
+    elif variant.tile not in TILES.values():
+        tile += f" of {variant.tile.stages} stages"
     label = f"{'GLU' if variant.glu else 'plain'}, {tile}, {case}"
     return Probe(label, launched(variant, case.down), partial(checks.run, case, variant.glu, variant.tile))
 
@@ -175,9 +181,11 @@ class Mutation:
 
 
 PREFILL, ROUTE, DECODE, ROUTER = "prefill_sm80.cu", "route.cu", "decode.cu", "router.cu"
+HOPPER = "prefill_sm90.cu"
 TILE, QUANT = "prefill.cuh", "quant.cuh"
 P, G = plain(4, 64, "bf16", 16), glu(4, 64, "bf16", 16)
 P8, G8 = plain(8, 64, "bf16", 16), glu(8, 64, "bf16", 16)
+W, W32, WG = plain(4, 64, "bf16", WGMMA), plain(4, 32, "bf16", WGMMA), glu(4, 64, "bf16", WGMMA)
 P16, P8_16 = plain(4, 64, "fp16", 16), plain(8, 64, "fp16", 16)
 DEEP = plain(4, 64, "bf16", Tile(16, 3, 5, 2))  # three stages, which no tile has yet: groups of copies matter
 D, D32, D8, D8_128 = (decode("dense", b, g, "bf16") for b, g in ((4, 64), (4, 32), (8, 64), (8, 128)))
@@ -726,7 +734,7 @@ MUTATIONS = [
         "hidden activations permuted for the wrong bits",
         TILE,
         "logical_k(n0 + r % kPanel, p.out_bits)",
-        "logical_k(n0 + r % kPanel, C::kBits)",
+        "logical_k(n0 + r % kPanel, 12 - p.out_bits)",
         "gate and up of other bits than down",
         given(G, Case(20, 2, 128, 192, 4, Quantization(4, 64), down=Quantization(8, 64))),
     ),
@@ -1753,6 +1761,292 @@ MUTATIONS = [
         "loops left too early",
         router("groups"),
     ),
+    # The Hopper kernel.
+    Mutation(
+        "Hopper: x announced before it has landed",
+        HOPPER,
+        "    ptx::cp_async_wait<kPending>();\n",
+        "",
+        "a full barrier that covers copies under way",
+        edge(W, 2),
+    ),
+    Mutation(
+        "Hopper: x announced before other lanes' has landed",
+        HOPPER,
+        "    __syncwarp();\n    if (threadIdx.x",
+        "    if (threadIdx.x",
+        "a warp's arrival that covers one lane only",
+        edge(W, 2),
+    ),
+    Mutation(
+        "Hopper: no fence between copies and wgmma",
+        HOPPER,
+        "    ptx::fence_proxy_async();\n",
+        "",
+        "copies that the asynchronous proxy need not see",
+        edge(W, 2),
+    ),
+    Mutation(
+        "Hopper: x announced by one warp",
+        HOPPER,
+        "ptx::mbarrier_init(full(s), kLoaders / 32);",
+        "ptx::mbarrier_init(full(s), 1);",
+        "a full barrier that waits for one of four warps",
+        edge(W, 2),
+    ),
+    Mutation(
+        "Hopper: x not waited for",
+        HOPPER,
+        "      ptx::mbarrier_wait(barriers.full(stream.tokens.stage), stream.tokens.parity);\n",
+        "",
+        "a stage of x read before it is full",
+        edge(W, 2),
+    ),
+    Mutation(
+        "Hopper: x refilled at once",
+        HOPPER,
+        "        ptx::mbarrier_wait(barriers.empty(turn.stage), turn.parity ^ 1);\n",
+        "",
+        "a stage of x refilled while wgmma reads it",
+        edge(W, 5),
+    ),
+    Mutation(
+        "Hopper: parity of the empty barriers",
+        HOPPER,
+        "turn.parity ^ 1);",
+        "turn.parity);",
+        "a loader that waits for a stage which nobody has filled",
+        edge(W, 0),
+    ),
+    Mutation(
+        "Hopper: parity not flipped",
+        HOPPER,
+        "stage = 0, parity ^= 1;",
+        "stage = 0;",
+        "a second turn that takes the first one's phase for its own",
+        edge(W, 5),
+    ),
+    Mutation(
+        "Hopper: x released by one warp",
+        HOPPER,
+        "ptx::mbarrier_init(empty(s), kWarps);",
+        "ptx::mbarrier_init(empty(s), 1);",
+        "a stage refilled when the first of eight warps is done",
+        edge(W, 5),
+    ),
+    Mutation(
+        "Hopper: x released before it is read",
+        HOPPER,
+        "barriers.empty(before));  // and its x, if",
+        "barriers.empty(stream.tokens.stage));  // and its x, if",
+        "the stage in use released, not the one before",
+        edge(W, 5),
+    ),
+    Mutation(
+        "Hopper: last x never announced",
+        HOPPER,
+        "    if (before >= 0) publish<0>(before);\n",
+        "",
+        "the last stage's copies left under way",
+        edge(W, 0),
+    ),
+    Mutation(
+        "Hopper: last x never released",
+        HOPPER,
+        "    if (lane == 0) ptx::mbarrier_arrive(barriers.empty(before));\n",
+        "",
+        "a unit's last stage held for ever",
+        edge(W, 5),
+    ),
+    Mutation(
+        "Hopper: fragments overwritten",
+        HOPPER,
+        "ptx::wgmma_wait<1>();",
+        "ptx::wgmma_wait<2>();",
+        "registers of A written while wgmma reads them",
+        edge(W, 2),
+    ),
+    Mutation(
+        "Hopper: sums read before wgmma ends",
+        HOPPER,
+        "    ptx::wgmma_wait<0>();\n",
+        "",
+        "accumulators stored before they are complete",
+        edge(W, 2),
+    ),
+    Mutation(
+        "Hopper: weights of the ring too early",
+        HOPPER,
+        "ahead == C::kRing - 1 ? ptx::cp_async_wait<C::kRing - 2>() : ptx::cp_async_wait<0>();",
+        "ptx::cp_async_wait<C::kRing - 1>();",
+        "a wait that leaves the weights of this K block under way",
+        edge(W, 2),
+    ),
+    Mutation(
+        "Hopper: short K waited for as a long one",
+        HOPPER,
+        "ahead == C::kRing - 1 ? ptx::cp_async_wait<C::kRing - 2>() : ptx::cp_async_wait<0>();",
+        "ptx::cp_async_wait<C::kRing - 2>();",
+        "fewer copies under way than the wait allows for",
+        edge(W, 0),
+    ),
+    Mutation(
+        "Hopper: next unit's weights from its start",
+        HOPPER,
+        "ends ? kb + ahead - k_blocks : kb + ahead",
+        "ends ? 0 : kb + ahead",
+        "K blocks of the next unit fetched twice",
+        edge(W, 5),
+    ),
+    Mutation(
+        "Hopper: this unit's weights for the next",
+        HOPPER,
+        "fetch(ends ? next : rows,",
+        "fetch(rows,",
+        "the next unit begun with this one's rows",
+        edge(W, 5),
+    ),
+    Mutation(
+        "Hopper: scales of the K block before",
+        HOPPER,
+        "last ? 0 : kb + 1",
+        "last ? 0 : kb",
+        "scales one K block late",
+        edge(W, 2),
+    ),
+    Mutation(
+        "Hopper: scales of this unit for the next",
+        HOPPER,
+        "load_scales(last ? next : rows,",
+        "load_scales(rows,",
+        "the next unit begun with this one's scales",
+        edge(W, 5),
+    ),
+    Mutation(
+        "Hopper: second panel of x never read",
+        HOPPER,
+        "step / 4 * C::kPanelTokens + step % 4 * 32",
+        "step % 4 * 32",
+        "a descriptor that stays in the first 128 bytes",
+        edge(W, 0),
+    ),
+    Mutation(
+        "Hopper: x not swizzled",
+        HOPPER,
+        "(chunk % 8 ^ r0 % 8) * 16",
+        "chunk % 8 * 16",
+        "another order of x in shared memory than the descriptor's",
+        edge(W, 2),
+    ),
+    Mutation(
+        "Hopper: panels of x exchanged",
+        HOPPER,
+        "chunk / 8 * C::kPanelTokens",
+        "(1 - chunk / 8) * C::kPanelTokens",
+        "the halves of a K block in each other's place",
+        edge(W, 0),
+    ),
+    Mutation(
+        "Hopper: 33 tokens taken for 32",
+        HOPPER,
+        "tile.z > 32 ? 64",
+        "tile.z > 33 ? 64",
+        "wgmmas too narrow for a tile's last row",
+        given(W, Case(33, 1, 128, 256, 2, Quantization(4, 64), "bf16", ids="one")),
+    ),
+    Mutation(
+        "Hopper: a unit left out",
+        HOPPER,
+        "unit.number + static_cast<int>(gridDim.x)",
+        "unit.number + 2 * static_cast<int>(gridDim.x)",
+        "every second unit of a block never done",
+        edge(W, 5),
+    ),
+    Mutation(
+        "Hopper: units of a tile miscounted",
+        HOPPER,
+        "/ Base::kColumns;\n",
+        "/ Base::kColumns + 1;\n",
+        "units beyond the last weight row",
+        edge(W, 0),
+        sanitize=True,
+    ),
+    Mutation(
+        "Hopper: rows of no expert left alone",
+        HOPPER,
+        "      skip(tile, n0);\n",
+        "",
+        "ids out of range without their zeros",
+        edge(W, 6),
+    ),
+    Mutation(
+        "Hopper: tokens past the end of a tile",
+        HOPPER,
+        "min(r0 + i * kRowStep, unit.tile.z - 1)",
+        "(r0 + i * kRowStep)",
+        "row ids read past their end",
+        edge(W, 2),
+        sanitize=True,
+    ),
+    Mutation(
+        "Hopper: weight rows past the end",
+        HOPPER,
+        "byte < row_bytes && distance < rows.left",
+        "byte < row_bytes",
+        "weights read past the last expert's",
+        edge(W, 2),
+        sanitize=True,
+    ),
+    Mutation(
+        "Hopper: K past the end of a weight row",
+        HOPPER,
+        "byte < row_bytes && distance < rows.left",
+        "distance < rows.left",
+        "weights read past the last row",
+        edge(W, 1),
+        sanitize=True,
+    ),
+    Mutation(
+        "Hopper: scales past the last group",
+        HOPPER,
+        "group < groups && distance < rows.left",
+        "distance < rows.left",
+        "scales of the next row, or past the last",
+        edge(W, 1),
+        sanitize=True,
+    ),
+    Mutation(
+        "Hopper: scales of one group for all lanes",
+        HOPPER,
+        "lane % 4 * (C::kTileK / 4)) / C::kGroup",
+        "0) / C::kGroup",
+        "lanes whose elements lie in another group",
+        given(W32, Case(5, 1, 256, 128, 2, Quantization(4, 32), "bf16")),
+    ),
+    Mutation(
+        "Hopper: GLU: rows of the other half",
+        HOPPER,
+        "half * (p.out_bits == 4 ? 32 : 16)",
+        "half * 16",
+        "permuted rows taken for others",
+        edge(WG, 2),
+    ),
+    Mutation(
+        "Hopper: GLU: gate for both",
+        HOPPER,
+        "(C::kGlu && panel ? p.w_up : p.w)",
+        "p.w",
+        "up projected with the weights of the gate",
+        edge(WG, 2),
+    ),
+    Mutation(
+        "Hopper: GLU: scales of the gate for both",
+        HOPPER,
+        "(C::kGlu && panel ? p.scales_up : p.scales)",
+        "p.scales",
+        "up dequantised with the gate's scales",
+        edge(WG, 2),
+    ),
 ]
 
 
@@ -1801,7 +2095,8 @@ def complaint(probe: Probe, sanitize: bool = False, mutation: Mutation | None = 
             return emulator.launch(variant, *args, **kwargs)
 
         try:
-            with mock.patch.object(ops, "launch", launch):
+            # So few multiprocessors that blocks which share the work have several units of it.
+            with mock.patch.object(ops, "launch", launch), mock.patch.object(device, "multiprocessors", lambda: 2):
                 result = probe.check()
         except Fault as fault:
             return describe(str(fault))
