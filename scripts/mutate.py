@@ -1771,14 +1771,6 @@ MUTATIONS = [
         edge(W, 2),
     ),
     Mutation(
-        "Hopper: x announced before other lanes' has landed",
-        HOPPER,
-        "    __syncwarp();\n    if (threadIdx.x",
-        "    if (threadIdx.x",
-        "a warp's arrival that covers one lane only",
-        edge(W, 2),
-    ),
-    Mutation(
         "Hopper: no fence between copies and wgmma",
         HOPPER,
         "    ptx::fence_proxy_async();\n",
@@ -1859,12 +1851,12 @@ MUTATIONS = [
         edge(W, 5),
     ),
     Mutation(
-        "Hopper: fragments overwritten",
+        "Hopper: x released too early",
         HOPPER,
         "ptx::wgmma_wait<1>();",
         "ptx::wgmma_wait<2>();",
-        "registers of A written while wgmma reads them",
-        edge(W, 2),
+        "a stage released while a step before may read it",
+        edge(W, 5),
     ),
     Mutation(
         "Hopper: sums read before wgmma ends",
@@ -1963,13 +1955,12 @@ MUTATIONS = [
         edge(W, 5),
     ),
     Mutation(
-        "Hopper: units of a tile miscounted",
+        "Hopper: units too near each other",
         HOPPER,
-        "/ Base::kColumns;\n",
-        "/ Base::kColumns + 1;\n",
-        "units beyond the last weight row",
-        edge(W, 0),
-        sanitize=True,
+        "u % n_blocks * Base::kColumns",
+        "u % n_blocks * Base::kPanel",
+        "weight rows done twice, and others not at all",
+        given(W, Case(5, 1, 64, 512, 1, Quantization(4, 64), "bf16")),
     ),
     Mutation(
         "Hopper: rows of no expert left alone",
@@ -2003,7 +1994,7 @@ MUTATIONS = [
         "byte < row_bytes && distance < rows.left",
         "distance < rows.left",
         "weights read past the last row",
-        edge(W, 1),
+        given(W, Case(5, 1, 64, 64, 1, Quantization(4, 64), "bf16")),
         sanitize=True,
     ),
     Mutation(
@@ -2012,7 +2003,7 @@ MUTATIONS = [
         "group < groups && distance < rows.left",
         "distance < rows.left",
         "scales of the next row, or past the last",
-        edge(W, 1),
+        given(W, Case(5, 1, 64, 64, 1, Quantization(4, 64), "bf16")),
         sanitize=True,
     ),
     Mutation(
