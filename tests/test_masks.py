@@ -57,6 +57,20 @@ def test_what_asks_for_a_mask_gets_it(held):
     assert cache.make_mask(1, window_size=6) is None and cache.make_mask(1, window_size=5) is not None
 
 
+def test_inside_a_transformation_the_mask_stays(held):
+    cache = batch([0, 0])
+
+    def mask(padding):
+        cache.left_padding = padding
+        made = cache.make_mask(1)
+        return mx.array([]) if made is None else made
+
+    zeros = mx.array([0, 0])
+    made = mx.compile(mask)(zeros)
+    cache.left_padding = zeros
+    assert mx.array_equal(made, masks.ORIGINAL(cache, 1))
+
+
 def test_padding_that_comes_and_goes_is_noticed(held):
     cache = batch([0, 0])
     assert cache.make_mask(1) is None
