@@ -636,7 +636,7 @@ DEVICE void decode(const Problem& p, const void* shared) {
       const int here = min(count - first, +C::kColumns);
       expert < p.experts ? block.run(here) : block.store_zeros(here);
     }
-    if (p.top_k) combine<C>(p, block.smem, static_cast<int>(blockIdx.x % n_blocks), rows);
+    if (p.top_k) combine<C>(p, block.smem, n0 / rows, rows);
   } else {
     block.run(p.rows);
   }
